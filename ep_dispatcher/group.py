@@ -1,0 +1,224 @@
+"""EPGroup: opens a tier over a process group, checks what users pass, and closes it all."""
+
+from __future__ import annotations
+
+import logging
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_dispatcher import device, ops, validate
+from ep_dispatcher.agreement import check_equal_configs, config_values, gather_json
+from ep_dispatcher.backend import Backend
+from ep_dispatcher.collectives import Collectives
+from ep_dispatcher.config import EpConfig, Topology, check_alignment
+from ep_dispatcher.errors import (
+    ClosedError,
+    ConfigError,
+    EpError,
+    ShapeError,
+    UnavailableError,
+)
+from ep_dispatcher.plan import Placement, Plan
+from ep_dispatcher.reference import ReferenceBackend
+
+logger = logging.getLogger("ep_dispatcher")
+
+
+class EPGroup:
+    """The ranks that share the experts of a layer, and the tier that moves tokens among them.
+
+    Make one with `EPGroup.create`; it is a context manager. One group serves any number of
+    layers, plans and calls; all calls are collective and in the same order on all ranks.
+
+    Attributes:
+        config: what the group was made with.
+        topology: NVLink domains.
+        placement: owner of each expert.
+        tier: "reference" or "device", the same on all ranks.
+        ep_rank: this rank, in [0, P).
+        ep_size: P.
+
+    Example (4 ranks, 8 experts, each rank with its own routing):
+        with EPGroup.create(None, EpConfig(shape=MoeShape(hidden=64, num_topk=2, num_experts=8),
+                                           max_tokens_per_rank=4096)) as group:
+            plan = group.plan(topk_idx)
+            recv_x, recv_weights = group.dispatch(plan, x, topk_weights)
+            out = group.combine(plan, experts(recv_x, plan.tokens_per_expert, recv_weights))
+    """
+
+    def __init__(
+        self, config: EpConfig, topology: Topology, tier: str, backend: Backend, ep_rank: int
+    ) -> None:
+        """Use `create`."""
+        self.config = config
+        self.topology = topology
+        self.placement = placement_of(config, topology.ep_size)
+        self.tier = tier
+        self.ep_rank = ep_rank
+        self.ep_size = topology.ep_size
+        self._backend: Backend | None = backend
+
+    @classmethod
+    def create(cls, process_group: dist.ProcessGroup | None, config: EpConfig) -> EPGroup:
+        """Open a group; collective.
+
+        Args:
+            process_group: a torch.distributed group; None for the default one.
+            config: equal on all ranks.
+
+        Raises:
+            AgreementError: configs differ; names the rank, the field and both values.
+            ConfigError: the config does not fit the number of ranks.
+            UnavailableError: tier "device" was asked for and a rank lacks something; says what.
+        """
+        if process_group is None:
+            process_group = dist.group.WORLD
+            if process_group is None:
+                raise ConfigError(
+                    "there is no default process group; call torch.distributed."
+                    "init_process_group first or pass a group"
+                )
+        collectives = Collectives(process_group)
+        told = gather_json(collectives, (config_values(config), device.unavailable_reason(config)))
+        check_equal_configs([values for values, _ in told])
+        topology = topology_of(config, collectives.size)
+        placement = placement_of(config, collectives.size)
+        tier, why = _choose_tier(config, [reason for _, reason in told])
+        if collectives.rank == 0:
+            logger.info("group of %d ranks: tier %s (%s)", collectives.size, tier, why)
+        backend = ReferenceBackend(collectives, config, topology, placement)
+        return cls(config, topology, tier, backend, collectives.rank)
+
+    def plan(self, topk_idx: Tensor, alignment: int | None = None) -> Plan:
+        """Plan a routing; collective.
+
+        Args:
+            topk_idx: [T, K] int64, expert of each slot in [0, E), -1 for a dropped slot. T and K
+                may differ between ranks and calls; T may be 0; an expert may be listed twice.
+            alignment: rows; None for the config's.
+
+        Raises:
+            ShapeError, RoutingError, ConfigError: this rank's input cannot be planned.
+            AgreementError: another rank's input cannot be planned, or alignments differ.
+        """
+        backend = self._open_backend()
+        rows = self.config.alignment if alignment is None else alignment
+        try:
+            check_alignment(rows)
+            validate.check_topk_idx(topk_idx, self.config)
+            validate.check_expert_ids(topk_idx, self.config.shape.num_experts)
+        except EpError as error:
+            backend.plan(None, 0, str(error))
+            raise
+        plan = backend.plan(topk_idx, rows, None)
+        assert plan is not None
+        return plan
+
+    def dispatch(
+        self, plan: Plan, x: Tensor, topk_weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Send each token to the experts of its slots; collective, differentiable.
+
+        Args:
+            plan: of this group.
+            x: [T, H] rows of the config's dtype.
+            topk_weights: [T, K] fp32, or None where weights are not wanted.
+
+        Returns:
+            recv_x [R, H], expert-major, and recv_weights [R] (or None); padding rows are zero.
+
+        Raises:
+            ShapeError: wrong dtype or shape, or a plan of another group.
+            RoutingError: a weight that is not finite, with `check_values`.
+        """
+        backend = self._open_backend()
+        self._check_plan(plan)
+        validate.check_rows("x", x, plan.num_tokens, self.config)
+        if topk_weights is not None:
+            validate.check_topk_weights(topk_weights, plan, self.config)
+        return ops.dispatch(x, topk_weights, plan, backend)
+
+    def combine(self, plan: Plan, expert_out: Tensor) -> Tensor:
+        """Sum the rows of each token at its home rank; collective, differentiable.
+
+        Args:
+            plan: the one that `dispatch` used.
+            expert_out: [R, H] rows of the config's dtype; padding rows are ignored.
+
+        Returns:
+            [T, H]; a token without copies gets zeros. The order of the sum is fixed
+            (`ep_dispatcher.reference` gives it), so the bits are the same on every run.
+
+        Raises:
+            ShapeError: wrong dtype or shape, or a plan of another group.
+        """
+        backend = self._open_backend()
+        self._check_plan(plan)
+        validate.check_rows("expert_out", expert_out, plan.num_recv_rows, self.config)
+        return ops.combine(expert_out, plan, backend)
+
+    def close(self) -> None:
+        """Free what the tier holds; a second call does nothing."""
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.close()
+
+    def __enter__(self) -> Self:
+        """Return the group."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the group."""
+        self.close()
+
+    def _open_backend(self) -> Backend:
+        """The tier, unless the group was closed."""
+        if self._backend is None:
+            raise ClosedError("this group was closed; make a new one with EPGroup.create")
+        return self._backend
+
+    def _check_plan(self, plan: Plan) -> None:
+        """Raise if a plan has another group's experts, ranks or rank."""
+        same = (plan.placement, plan.topology, plan.ep_rank) == (
+            self.placement,
+            self.topology,
+            self.ep_rank,
+        )
+        if not same:
+            raise ShapeError("this plan was made by another group; use the group that made it")
+
+
+def topology_of(config: EpConfig, ep_size: int) -> Topology:
+    """Domains of a group: one, or as many as `virtual_domain_size` makes of it."""
+    return Topology(ep_size=ep_size, domain_size=config.virtual_domain_size or ep_size)
+
+
+def placement_of(config: EpConfig, ep_size: int) -> Placement:
+    """The config's table of experts, or equal blocks."""
+    if config.expert_rank is not None:
+        return Placement(config.expert_rank, ep_size)
+    return Placement.even(config.shape.num_experts, ep_size)
+
+
+def _choose_tier(config: EpConfig, reasons: list[str | None]) -> tuple[str, str]:
+    """Agree on a tier from every rank's reason against the device tier; returns it and why."""
+    lacking = [(rank, reason) for rank, reason in enumerate(reasons) if reason is not None]
+    if config.tier == "reference":
+        return "reference", "asked for"
+    if not lacking:
+        return "device", "asked for" if config.tier == "device" else "every rank can"
+    rank, reason = lacking[0]
+    if config.tier == "device":
+        raise UnavailableError(
+            f"tier is 'device', but on rank {rank} {reason}; run `ep-dispatcher doctor` there, or "
+            "set tier to 'auto' or 'reference'"
+        )
+    return "reference", f"on rank {rank} {reason}"
