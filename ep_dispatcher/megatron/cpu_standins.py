@@ -142,8 +142,13 @@ def _replace(owner: object, **values: object) -> None:
         setattr(owner, name, value)
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
-    """Accept anything, do nothing."""
+def _nothing() -> Callable[..., None]:
+    """A new function that does nothing; torch.compile refuses one object under two names."""
+
+    def nothing(*args: object, **kwargs: object) -> None:
+        pass
+
+    return nothing
 
 
 def _install_streams() -> None:
@@ -161,12 +166,12 @@ def _install_streams() -> None:
         stream=stream,
         current_stream=lambda *_args, **_kwargs: current,
         default_stream=lambda *_args, **_kwargs: current,
-        set_stream=_nothing,
-        synchronize=_nothing,
+        set_stream=_nothing(),
+        synchronize=_nothing(),
         is_current_stream_capturing=lambda: False,
     )
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-        setattr(torch.cuda.nvtx, name, _nothing)
+        setattr(torch.cuda.nvtx, name, _nothing())
 
 
 def _install_devices() -> None:
@@ -177,15 +182,15 @@ def _install_devices() -> None:
     _replace(
         torch.cuda,
         current_device=lambda: CPU,
-        set_device=_nothing,
+        set_device=_nothing(),
         device_count=lambda: 1,
         get_device_name=lambda *_args: "cpu",
         get_device_capability=lambda *_args: (0, 0),
         get_device_properties=lambda *_args: properties,
-        cudart=_nothing,
-        empty_cache=_nothing,
-        ipc_collect=_nothing,
-        reset_peak_memory_stats=_nothing,
+        cudart=_nothing(),
+        empty_cache=_nothing(),
+        ipc_collect=_nothing(),
+        reset_peak_memory_stats=_nothing(),
     )
     for name in (
         "memory_allocated",
@@ -216,7 +221,7 @@ def _install_random() -> None:
         function()
 
     random = {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state}
-    _replace(torch.cuda, **random, manual_seed=manual_seed, manual_seed_all=_nothing)
+    _replace(torch.cuda, **random, manual_seed=manual_seed, manual_seed_all=_nothing())
     _replace(torch.cuda, _lazy_call=lazy_call, default_generators=_Generators())
     _replace(torch.cuda.random, **random)
 
@@ -237,7 +242,7 @@ def _install_tensor_methods() -> None:
     def stay(self: object, *_args: object, **_kwargs: object) -> object:
         return self
 
-    _replace(torch.Tensor, type=type_, cuda=stay, record_stream=_nothing)
+    _replace(torch.Tensor, type=type_, cuda=stay, record_stream=_nothing())
     _replace(torch.nn.Module, cuda=stay)
 
 
