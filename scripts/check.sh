@@ -1,0 +1,123 @@
+#!/usr/bin/env bash
+# The gates: one line each, with its time. Uses the tools on PATH (extra `dev`).
+#
+#   scripts/check.sh [--quick]     --quick leaves the CUDA compilation out
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+OLDEST_NCCL=2.30.7
+MAX_LINES=500
+quick=${1:-}
+failed=0
+log=$(mktemp)
+trap 'rm -rf "$log"' EXIT
+
+# gate NAME COMMAND...: run it, print one line, and its output where it failed
+gate() {
+  local name=$1 verdict=ok start=${EPOCHREALTIME/[.,]/} tenths
+  shift
+  "$@" >"$log" 2>&1 || verdict=FAIL
+  tenths=$(((${EPOCHREALTIME/[.,]/} - start) / 100000))
+  printf '%-4s %-28s %4d.%d s\n' "$verdict" "$name" $((tenths / 10)) $((tenths % 10))
+  if [[ $verdict == FAIL ]]; then
+    cat "$log"
+    failed=1
+  fi
+}
+
+skip() { printf 'skip %-28s %s\n' "$1" "$2"; }
+
+# tracked PATTERN...: files of the project, committed or about to be
+tracked() {
+  git ls-files -z --cached --others --exclude-standard -- "$@" | while IFS= read -r -d '' file; do
+    [[ ! -f $file ]] || echo "$file"
+  done
+}
+
+native_sources() { tracked 'csrc/*.h' 'csrc/*.c' 'csrc/*.cpp' 'csrc/*.cuh' 'csrc/*.cu'; }
+
+check_clang_format() { native_sources | xargs -r clang-format --dry-run -Werror; }
+
+check_file_sizes() {
+  local too_long
+  too_long=$(tracked '*.py' '*.pyi' '*.sh' 'csrc/*' | xargs wc -l |
+    awk -v max=$MAX_LINES '$2 != "total" && $1 >= max { print $2 ": " $1 " lines, below " max " allowed" }')
+  echo "$too_long"
+  [[ -z $too_long ]]
+}
+
+# lizard knows no .cu and .cuh
+check_function_sizes() {
+  local copy file
+  copy=$(mktemp -d)
+  native_sources | while read -r file; do
+    mkdir -p "$copy/$(dirname "$file")"
+    cp "$file" "$copy/${file/%.cu*/.cpp}"
+  done
+  lizard -L 80 -C 15 -a 7 -w "$copy"
+  rm -r "$copy"
+}
+
+# Headers that kernels and host share must compile without CUDA; the C header as C.
+check_host_headers() {
+  local header
+  for header in csrc/core/args.h csrc/core/window_layout.h; do
+    [[ ! -f $header ]] || g++ -std=c++17 -Wall -Wextra -Werror -fsyntax-only -Icsrc -x c++ "$header"
+  done
+  for header in csrc/api/*.h; do
+    [[ ! -f $header ]] || gcc -std=c11 -Wall -Wextra -Werror -fsyntax-only -Icsrc -x c "$header"
+  done
+}
+
+# No path of one machine and no registry's host: what is committed must work anywhere.
+check_no_machine_paths() {
+  local found
+  found=$(tracked | grep -v '^LICENSE$' | xargs grep -nIE \
+    '(^|[^[:alnum:]._}-])/([w]ork|[r]oot|[h]ome|[o]pt|[t]mp)/|[p]ypi\.org|[p]ythonhosted\.org|[d]ownload\.pytorch') || true
+  echo "$found"
+  [[ -z $found ]]
+}
+
+cuda_major() { nvcc --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p'; }
+
+# fetch_nccl FOLDER REQUIREMENT: unpack a wheel of NCCL, once
+fetch_nccl() {
+  [[ ! -f $1/nvidia/nccl/include/nccl.h ]] || return 0
+  local wheels
+  wheels=$(mktemp -d)
+  python -m pip download -q --no-deps -d "$wheels" "$2"
+  mkdir -p "$1"
+  python -m zipfile -e "$wheels"/*.whl "$1"
+  rm -r "$1/nvidia/nccl/lib"
+  rm -r "$wheels"
+}
+
+# compile FOLDER: the whole native module against the NCCL unpacked there
+compile() {
+  NCCL_HOME=$1/nvidia/nccl python setup.py -q build_ext --build-lib "$1/lib"
+  ls "$1"/lib/ep_dispatcher/_C.*
+}
+
+gate "ruff check" ruff check .
+gate "ruff format" ruff format --check .
+gate "mypy --strict" mypy
+gate "clang-format" check_clang_format
+gate "file sizes" check_file_sizes
+gate "function sizes in csrc" check_function_sizes
+gate "host-clean headers" check_host_headers
+gate "no machine paths" check_no_machine_paths
+if [[ $quick == --quick ]]; then
+  skip "CUDA" "left out by --quick"
+elif ! command -v nvcc >/dev/null; then
+  skip "CUDA" "nvcc is not on PATH, so nothing is compiled for sm_90 and sm_100"
+else
+  cache=$(python -c 'import sys; print(sys.prefix)')/nccl
+  package=nvidia-nccl-cu$(cuda_major)
+  for version in "$OLDEST_NCCL" newest; do
+    requirement=$package
+    [[ $version == newest ]] || requirement+="==$version"
+    gate "fetch NCCL $version" fetch_nccl "$cache/$version" "$requirement"
+    gate "sm_90, sm_100, NCCL $version" compile "$cache/$version"
+  done
+fi
+exit "$failed"

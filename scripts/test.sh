@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Gates and tests in a virtual environment of their own. Run it again at will: what is there is kept.
+#
+#   scripts/test.sh [--python VERSION] [--venv DIR] [--quick] [PYTEST_ARGUMENT...]
+#
+#   --python   interpreter to make the environment with, for example 3.12 (default: python3)
+#   --venv     environment to make or use (default: .venv-test, or .venv-test-VERSION); a torch
+#              that is there already is kept if it is 2.11 or later
+#   --quick    without compiling CUDA and without tests marked slow
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+TORCH=torch==2.13.0
+OLDEST_NCCL=2.30.7
+
+usage() {
+  sed -n '2,9s/^# \{0,1\}//p' "$0"
+  exit "$1"
+}
+
+# step TEXT: say what comes next and how long it has been
+step() { printf '== %s (%d s)\n' "$1" "$SECONDS"; }
+
+# find_python VERSION: the interpreter of that version, wherever pyenv or the system keeps it
+find_python() {
+  local candidate
+  for candidate in "python$1" "$(pyenv root 2>/dev/null)"/versions/"$1"*/bin/python; do
+    if "$candidate" -c 'import sys; assert sys.version_info >= (3, 11)' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "test.sh: no Python $1 that is 3.11 or later was found; give one with --python" >&2
+  return 1
+}
+
+version='' venv='' quick=''
+while (($#)); do
+  case $1 in
+    --python) version=$2; shift 2 ;;
+    --venv) venv=$2; shift 2 ;;
+    --quick) quick=1; shift ;;
+    -h | --help) usage 0 ;;
+    *) break ;;
+  esac
+done
+venv=${venv:-.venv-test${version:+-$version}}
+
+if [[ ! -x $venv/bin/python ]]; then
+  step "making $venv"
+  interpreter=$(find_python "${version:-3}")
+  "$interpreter" -m venv "$venv"
+fi
+python=$PWD/$venv/bin/python
+[[ $venv != /* ]] || python=$venv/bin/python
+export PATH=${python%/*}:$PATH
+
+has_torch() {
+  "$python" -c 'import torch; assert [int(n) for n in torch.__version__.split(".")[:2]] >= [2, 11]' \
+    2>/dev/null
+}
+
+if ! has_torch; then
+  step "installing $TORCH"
+  "$python" -m pip install -q "$TORCH"
+fi
+if command -v nvcc >/dev/null && [[ ! -e $venv/.nccl-$OLDEST_NCCL ]]; then
+  step "installing NCCL $OLDEST_NCCL, to compile against"
+  cuda_major=$(nvcc --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
+  "$python" -m pip install -q --no-deps "nvidia-nccl-cu$cuda_major==$OLDEST_NCCL"
+  touch "$venv/.nccl-$OLDEST_NCCL"
+fi
+step "installing ep_dispatcher with the extras megatron and dev"
+"$python" -m pip install -q -e ".[megatron,dev]"
+
+step "gates"
+scripts/check.sh ${quick:+--quick}
+
+step "tests, $("$python" --version)"
+export OMP_NUM_THREADS=1
+selected=()
+[[ -z $quick ]] || selected=(-m "not slow")
+exec "$python" -m pytest "${selected[@]}" ${CI:+--hypothesis-profile=ci} "$@"

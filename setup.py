@@ -1,0 +1,79 @@
+"""Builds the native module where nvcc and NCCL's headers are found; pure Python elsewhere."""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+OLDEST_NCCL = (2, 30, 7)
+FOLDERS = ("api", "bindings", "core", "kernels", "transport")  # of csrc; the rest is for tests
+FLAGS = ("-std=c++17", "-O3", "-lineinfo", "-cudart=static", "-Icsrc")
+HOST_FLAGS = "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Werror"
+ARCHITECTURES = ("arch=compute_90,code=sm_90", "arch=compute_100,code=[sm_100,compute_100]")
+# Hidden symbols: else the copy of the CUDA runtime that torch loaded would answer our calls.
+LINK_FLAGS = ("-shared", "-Xlinker=--exclude-libs,ALL", "-lrt", "-ldl", "-lpthread")
+
+
+def find_nvcc() -> str | None:
+    """Path of nvcc, or None."""
+    home = os.environ.get("CUDA_HOME", "")
+    return shutil.which(f"{home}/bin/nvcc") or shutil.which("nvcc")
+
+
+def find_nccl() -> tuple[Path, tuple[int, ...]]:
+    """Folder of nccl.h and its version, which is () where there is none."""
+    wheel = sysconfig.get_path("platlib") + "/nvidia/nccl"
+    for home in (os.environ.get("NCCL_HOME", wheel), wheel):
+        header = Path(home, "include/nccl.h")
+        if header.is_file():
+            parts = re.findall(r"#define NCCL_(?:MAJOR|MINOR|PATCH) (\d+)", header.read_text())
+            return header.parent, tuple(map(int, parts))
+    return Path(), ()
+
+
+class BuildNative(build_ext):
+    """Compiles and links with nvcc; an object newer than every file of csrc is kept."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Build one shared object, two compilers at a time."""
+        import pybind11
+
+        nccl, version = find_nccl()
+        folders = (nccl, pybind11.get_include(), sysconfig.get_path("include"))
+        nvcc = [find_nvcc() or "nvcc", *FLAGS, HOST_FLAGS]
+        nvcc += [f"-isystem={folder}" for folder in folders]
+        nvcc += [f"-gencode={architecture}" for architecture in ARCHITECTURES]
+        kept = "{}-nccl-{}.{}.{}".format(sysconfig.get_config_var("SOABI"), *version)
+        objects = Path("build", kept)
+        target = self.get_ext_fullpath(ext.name)
+        self.mkpath(os.path.dirname(target))
+        with ThreadPoolExecutor(2) as pool:
+            built = [*pool.map(functools.partial(self.compile_one, nvcc, objects), ext.sources)]
+        self.spawn([*nvcc, "-o", target, *built, *LINK_FLAGS])
+
+    def compile_one(self, nvcc: list[str], objects: Path, source: str) -> str:
+        """Compile one file unless its object is up to date."""
+        made = objects / (source + ".o")
+        self.mkpath(str(made.parent))
+        newest = max(path.stat().st_mtime for path in [Path("setup.py"), *Path("csrc").rglob("*")])
+        if not made.exists() or made.stat().st_mtime < newest:
+            subprocess.run([*nvcc, "-c", "-o", str(made), source], check=True)
+        return str(made)
+
+
+sources = [
+    str(path) for folder in FOLDERS for path in sorted(Path("csrc", folder).glob("*.c[pu]*"))
+]
+sources = [path for path in sources if path.endswith((".cpp", ".cu"))]
+native = find_nvcc() is not None and find_nccl()[1] >= OLDEST_NCCL
+if not native:
+    print("ep_dispatcher is built without its native module: that needs nvcc and NCCL's headers.")  # noqa: T201
+modules = [Extension("ep_dispatcher._C", sources)] if native else []
+setup(ext_modules=modules, cmdclass={"build_ext": BuildNative})

@@ -1,0 +1,34 @@
+"""Markers become skips that say what is missing; Hypothesis profiles."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+_SLOW_WORLDS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+
+settings.register_profile("dev", max_examples=30, deadline=None, suppress_health_check=_SLOW_WORLDS)
+settings.register_profile(
+    "ci",
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=_SLOW_WORLDS,
+)
+settings.load_profile("dev")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what this machine cannot run, with the reason."""
+    gpu = item.get_closest_marker("gpu")
+    if gpu is not None:
+        needed = gpu.args[0] if gpu.args else 1
+        found = torch.cuda.device_count()
+        if found < needed:
+            pytest.skip(f"needs {needed} GPU(s); torch sees {found} here")
+    if item.get_closest_marker("multinode") is not None and "SLURM_JOB_ID" not in os.environ:
+        pytest.skip("needs several hosts joined by RDMA; runs inside a SLURM job only")

@@ -1,0 +1,122 @@
+"""The native module on a machine without a GPU: it loads, answers, and refuses by name."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ep_dispatcher import UnavailableError, native
+
+TOO_OLD = 22809
+
+built = pytest.mark.skipif(
+    not list(Path(native.__file__).parent.glob("_C.*.so")),
+    reason="the native module is not built here (it needs nvcc and the NCCL wheel)",
+)
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to make a stand-in with")
+
+
+@pytest.fixture
+def old_nccl(tmp_path: Path) -> Path:
+    """A library that says it is NCCL 2.28.9, as an older torch brings it."""
+    source = tmp_path / "old.c"
+    source.write_text(f"int ncclGetVersion(int* version) {{ *version = {TOO_OLD}; return 0; }}\n")
+    made = tmp_path / "lib" / "libnccl.so.2"
+    made.parent.mkdir()
+    flags = ["-shared", "-fPIC", "-Wl,-soname,libnccl.so.2"]
+    subprocess.run(["gcc", *flags, "-o", str(made), str(source)], check=True)
+    return made
+
+
+def hide_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the native module look as if it had never been built."""
+    monkeypatch.setitem(sys.modules, "ep_dispatcher._C", None)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
+def test_native_module_is_built_where_nvcc_is() -> None:
+    assert native.load().build_versions().nccl >= 23007
+
+
+@built
+def test_versions_it_was_built_with_are_told() -> None:
+    found = native.capabilities()
+    assert found.nccl_compiled is not None
+    assert tuple(map(int, found.nccl_compiled.split("."))) >= (2, 30, 7)
+    assert found.cuda_compiled is not None
+    assert float(found.cuda_compiled) >= 12.0
+
+
+@built
+@pytest.mark.parametrize(
+    ("code", "text"), [(23007, "2.30.7"), (22809, "2.28.9"), (23203, "2.32.3")]
+)
+def test_nccl_version_reads_like_its_wheel(code: int, text: str) -> None:
+    assert native.load().nccl_version_text(code) == text
+
+
+@built
+def test_gpus_are_those_that_torch_sees() -> None:
+    found = native.capabilities()
+    assert len(found.gpus) == torch.cuda.device_count()
+    for index, gpu in enumerate(found.gpus):
+        major, minor = torch.cuda.get_device_capability(index)
+        assert gpu.compute_capability == 10 * major + minor
+
+
+@built
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_machine_without_gpu_says_so() -> None:
+    assert "no GPU is visible" in str(native.missing_reason())
+
+
+def test_a_missing_module_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_native(monkeypatch)
+    assert "no native module" in str(native.missing_reason())
+    with pytest.raises(UnavailableError, match=r"nvidia-nccl-cu13>=2\.30\.7"):
+        native.load()
+
+
+def test_capabilities_without_the_module_are_plain_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_native(monkeypatch)
+    plain = native.capabilities().to_dict()
+    assert plain["nccl_compiled"] is None
+    assert plain["gpus"] == ()
+
+
+@built
+@needs_gcc
+def test_old_nccl_is_refused_with_the_way_out(old_nccl: Path) -> None:
+    message = r"NCCL 2\.28\.9 \(.*\) is older than 2\.30\.7.*pip install"
+    with pytest.raises(UnavailableError, match=message):
+        native.load().NcclLibrary(str(old_nccl))
+
+
+@built
+def test_a_file_that_is_no_library_is_refused() -> None:
+    with pytest.raises(UnavailableError, match="could not be opened"):
+        native.load().NcclLibrary("no/such/libnccl.so.2")
+
+
+@built
+@needs_gcc
+def test_old_nccl_in_the_process_does_not_hide_a_newer_wheel(old_nccl: Path) -> None:
+    """Torch loads its own NCCL first; ours opens beside it, or is refused naming the old one."""
+    program = (
+        "import ctypes, sys; ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)\n"
+        "from ep_dispatcher import native\n"
+        f"assert native.load().loaded_nccl_version() == {TOO_OLD}\n"
+        "found = native.capabilities()\n"
+        "refusal = '' if found.nccl_loaded else native._try_nccl()[1]\n"
+        "print(found.nccl_loaded or ('refused' if '2.28.9' in refusal else refusal))\n"
+    )
+    command = [sys.executable, "-c", program, str(old_nccl)]
+    answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    wheel = [path for path in native._nccl_files() if "/" in path]
+    assert (answer != "refused") if wheel else (answer == "refused")
+    assert answer == "refused" or tuple(map(int, answer.split("."))) >= (2, 30, 7)
