@@ -1,0 +1,71 @@
+// What kernels and host share beyond the C header: names in this namespace, and the encodings of
+// the words that travel between ranks. Host-clean: no CUDA in it.
+#pragma once
+
+#include <cstdint>
+
+#include "api/ep_dispatcher.h"
+
+namespace ep {
+
+// A group of tokens that combine handles source by source: smaller than a ring, so that a home
+// rank that waits for one source's chunk never needs more slots than there are.
+constexpr int kChunkTokens = EP_CHUNK_TOKENS;
+
+// The epochs and barriers of one rank's own blocks: region `local` of its window, zero at first.
+struct LocalControl {
+  uint64_t epoch[3];  // launches of each kernel so far, by KernelId
+  uint32_t exits[3];  // blocks that have left the current launch
+  uint32_t fault_claimed;
+  uint64_t grid_flag[EP_MAX_CHANNELS];  // block b has reached grid barrier number ...
+};
+
+enum KernelId { kRoute = 0, kDispatch = 1, kCombine = 2 };
+
+// record_header: a token of the source and the rows that it has here.
+constexpr int kRecordRowsBits = 12;
+constexpr uint32_t kRecordRowsMask = (1u << kRecordRowsBits) - 1;
+
+// contributor: rank in the low half, index of the record in the high half; the void bit says that
+// capacity dropped all rows of the pair: its slot in the ring is passed, its value is not added.
+constexpr uint64_t kNoContributor = ~0ull;
+constexpr uint64_t kContributorRankMask = 0xffff;
+constexpr uint64_t kContributorVoid = 1ull << 31;
+constexpr int kContributorRecordShift = 32;
+
+// rows_done: epoch and chunks of this channel that are complete; the last value of a launch has
+// all low bits set, so that progress never runs backwards.
+constexpr int kProgressBits = 24;
+constexpr uint64_t kProgressAll = (1ull << kProgressBits) - 1;
+
+// partial_full and partial_free: epoch and record index plus one.
+constexpr int kPartialBits = 24;
+
+// Tokens [first, end) of chunk-aligned share `channel` of `num_channels`.
+struct TokenRange {
+  int64_t first, end;
+};
+
+constexpr int64_t min_of(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+constexpr int64_t max_of(int64_t a, int64_t b) {
+  return a > b ? a : b;
+}
+constexpr int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+constexpr int64_t align_up(int64_t a, int64_t b) {
+  return ceil_div(a, b) * b;
+}
+
+// Bits that hold every value in [0, limit).
+constexpr int bits_for(int64_t limit) {
+  int bits = 0;
+  while ((int64_t{1} << bits) < limit) {
+    ++bits;
+  }
+  return bits;
+}
+
+}  // namespace ep
