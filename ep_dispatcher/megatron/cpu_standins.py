@@ -184,9 +184,9 @@ def _install_devices() -> None:
         current_device=lambda: CPU,
         set_device=_nothing(),
         device_count=lambda: 1,
-        get_device_name=lambda *_args: "cpu",
-        get_device_capability=lambda *_args: (0, 0),
-        get_device_properties=lambda *_args: properties,
+        get_device_name=lambda *_args, **_kwargs: "cpu",
+        get_device_capability=lambda *_args, **_kwargs: (0, 0),
+        get_device_properties=lambda *_args, **_kwargs: properties,
         cudart=_nothing(),
         empty_cache=_nothing(),
         ipc_collect=_nothing(),
@@ -198,8 +198,8 @@ def _install_devices() -> None:
         "memory_reserved",
         "max_memory_reserved",
     ):
-        setattr(torch.cuda, name, lambda *_args: 0)
-    _replace(torch.cuda, memory_stats=lambda *_args: {})
+        setattr(torch.cuda, name, lambda *_args, **_kwargs: 0)
+    _replace(torch.cuda, memory_stats=lambda *_args, **_kwargs: {})
 
 
 def _install_random() -> None:
@@ -208,10 +208,10 @@ def _install_random() -> None:
     torch.manual_seed() calls torch.cuda.manual_seed_all() itself, so that one must do nothing.
     """
 
-    def get_rng_state(*_args: object) -> torch.Tensor:
+    def get_rng_state(*_args: object, **_kwargs: object) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def set_rng_state(state: torch.Tensor, *_args: object) -> None:
+    def set_rng_state(state: torch.Tensor, *_args: object, **_kwargs: object) -> None:
         torch.set_rng_state(state)
 
     def manual_seed(seed: int) -> None:

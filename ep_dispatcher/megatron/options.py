@@ -1,0 +1,167 @@
+"""The `ep_dispatcher:` section of a training config, and what it asks of Megatron's config.
+
+Megatron asks for two strings in about ten places (who pads for FP8, which inputs the 1F1B schedule
+frees, which attributes it sets on the manager). A dispatcher whose rows are already permuted when
+they arrive must answer "flex" and "hybridep" there: the policy identity. The objects are ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ep_dispatcher.config import EpConfig, MoeShape, Precision, Tier, Tuning
+from ep_dispatcher.errors import ConfigError
+from ep_dispatcher.megatron import compat
+
+POLICY_TYPE = "flex"
+POLICY_BACKEND = "hybridep"
+_TUNING = tuple(field.name for field in dataclasses.fields(Tuning))
+_SMALLEST = MoeShape(hidden=8, num_topk=1, num_experts=1)  # any shape: to check the other fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronOptions:
+    """What a user may set in the section; everything else follows from Megatron's config.
+
+    Attributes:
+        tier: "auto", "reference" or "device".
+        precision: "rounded" or "exact" partial sums.
+        alignment: rows; each expert's segment is a multiple of it, and of what FP8 or FP4 needs.
+        max_tokens_per_rank: largest T of any call, which sizes buffers; None takes the largest of
+            the first batch over the ranks (on the CPU there are no buffers and no bound).
+        virtual_domain_size: split an NVLink domain into smaller ones, for ablations.
+        check_values: debug mode; refuses NaN weights and rows with more experts than slots.
+        num_sms: SM budget of the communication kernels.
+        chunk_tokens: tokens that travel under one flag.
+        timeout_s: deadline of every wait.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    tier: Tier = "auto"
+    precision: Precision = "rounded"
+    alignment: int = 1
+    max_tokens_per_rank: int | None = None
+    virtual_domain_size: int | None = None
+    check_values: bool = False
+    num_sms: int = Tuning.num_sms
+    chunk_tokens: int = Tuning.chunk_tokens
+    timeout_s: float = Tuning.timeout_s
+
+    def __post_init__(self) -> None:
+        """Check every field now rather than at the first batch."""
+        self.ep_config(_SMALLEST, self.max_tokens_per_rank or 0)
+
+    @classmethod
+    def from_section(cls, section: Mapping[str, Any] | None) -> Self:
+        """Build the options from the section's plain values; None or nothing gives defaults.
+
+        Raises:
+            ConfigError: an unknown key, or a value out of its range.
+        """
+        values = dict(section or {})
+        known = sorted(field.name for field in dataclasses.fields(cls))
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"unknown key {unknown[0]!r} in section 'ep_dispatcher'; known keys: {known}"
+            )
+        return cls(**values)
+
+    def ep_config(self, shape: MoeShape, max_tokens_per_rank: int) -> EpConfig:
+        """The config of a group for layers of this shape."""
+        return EpConfig(
+            shape=shape,
+            max_tokens_per_rank=max_tokens_per_rank,
+            alignment=self.alignment,
+            virtual_domain_size=self.virtual_domain_size,
+            precision=self.precision,
+            tier=self.tier,
+            check_values=self.check_values,
+            tuning=Tuning(**{name: getattr(self, name) for name in _TUNING}),
+        )
+
+
+def apply_policy(config: Any, options: MegatronOptions) -> None:  # noqa: ANN401
+    """Put the policy identity on a TransformerConfig, after refusing what contradicts it.
+
+    Args:
+        config: Megatron's; two fields are set. A second call changes nothing.
+        options: of the section.
+
+    Raises:
+        ConfigError: a setting that another dispatcher needs, or that cannot work with this one;
+            the message names the setting and what to do.
+    """
+    _refuse_other_dispatchers(config)
+    _refuse_other_backends_knobs(config, options)
+    _refuse_static_shapes(config)
+    config.moe_token_dispatcher_type = POLICY_TYPE
+    config.moe_flex_dispatcher_backend = POLICY_BACKEND
+
+
+def _refuse_other_dispatchers(config: Any) -> None:  # noqa: ANN401
+    """Refuse a config that names one of Megatron's fused backends."""
+    backend = getattr(config, "moe_flex_dispatcher_backend", POLICY_BACKEND)
+    if config.moe_token_dispatcher_type == POLICY_TYPE and backend != POLICY_BACKEND:
+        raise ConfigError(
+            f"moe_token_dispatcher_type is 'flex' with moe_flex_dispatcher_backend {backend!r}, "
+            "and the section 'ep_dispatcher' is there too; drop the section, or set the backend "
+            "to 'hybridep' (the name under which ep_dispatcher runs), or the type to 'alltoall'"
+        )
+    if getattr(config, "moe_enable_deepep", False):
+        raise ConfigError("moe_enable_deepep is True; unset it to use ep_dispatcher")
+    if getattr(config, "batch_invariant_mode", False):
+        raise ConfigError(
+            "batch_invariant_mode is True, which Megatron allows with its alltoall dispatcher "
+            "only; unset it (ep_dispatcher sums in a fixed order anyway)"
+        )
+
+
+def _refuse_other_backends_knobs(config: Any, options: MegatronOptions) -> None:  # noqa: ANN401
+    """Refuse settings that only steer another backend, as they would silently do nothing."""
+    for name in (
+        "moe_permute_fusion_into_hybridep",
+        "moe_ncclep_static_shape",
+        "moe_ncclep_zero_copy",
+        "moe_dispatch_fwd_dtype",
+        "moe_combine_bwd_dtype",
+    ):
+        value = getattr(config, name, None)
+        if value:
+            raise ConfigError(
+                f"{name} is {value!r}, which steers another dispatcher's kernels and would do "
+                "nothing here; unset it (ep_dispatcher always delivers permuted rows)"
+            )
+    num_sms = getattr(config, "moe_flex_dispatcher_num_sms", None)
+    if num_sms is not None and num_sms != options.num_sms:
+        raise ConfigError(
+            f"moe_flex_dispatcher_num_sms is {num_sms} but num_sms of the section "
+            f"'ep_dispatcher' is {options.num_sms}; set only the latter"
+        )
+
+
+def _refuse_static_shapes(config: Any) -> None:  # noqa: ANN401
+    """Refuse settings that need the number of received rows before the routing is known."""
+    for name in ("moe_expert_rank_capacity_factor", "moe_paged_stash"):
+        value = getattr(config, name, None)
+        if value:
+            raise ConfigError(
+                f"{name} is {value!r}; ep_dispatcher allocates what each batch needs and has no "
+                "fixed budget of rows yet, so unset it"
+            )
+    if getattr(config, "transformer_impl", None) == "inference_optimized":
+        raise ConfigError(
+            "transformer_impl is 'inference_optimized', which brings its own dispatchers; "
+            "ep_dispatcher is for training"
+        )
+    scopes = compat.cuda_graph_scopes(config)
+    if scopes is not None and (not scopes or scopes & {"full", "full_iteration", "moe"}):
+        raise ConfigError(
+            f"CUDA graphs capture {sorted(scopes) or 'whole layers'}; ep_dispatcher waits for the "
+            "row counts on the host, so capture at most 'attn', 'moe_router' and 'moe_preprocess'"
+        )

@@ -1,0 +1,308 @@
+"""One rank of the parity runs (`megatron_world.py`): builds, trains and compares."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ep_dispatcher.megatron import cpu_standins
+
+cpu_standins.install()
+
+import megatron.core  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.utils import get_attr_wrapped_model  # noqa: E402
+from megatron_cases import Case  # noqa: E402
+from megatron_world import NUM_RANKS, Outcome, as_json  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from ep_dispatcher.megatron.plugin import (  # noqa: E402
+    EpPlugin,
+    dispatchers_of,
+    swap_dispatchers,
+    with_ep_dispatcher,
+)
+
+VOCABULARY = 64
+SEQUENCE = 16
+MICRO_BATCH = 2
+NUM_LAYERS = 2
+HIDDEN = 32
+LEARNING_RATE = 3e-3
+
+
+class ParallelNorm(torch.nn.LayerNorm):
+    """A LayerNorm that Megatron accepts under sequence parallelism; its own torch norm refuses."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:  # noqa: ANN401
+        """Mark the weights as replicated, so that their gradients are summed over the TP ranks."""
+        super().__init__(hidden_size, eps=eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+
+def run_rank(arguments: argparse.Namespace, cases: list[Case]) -> None:
+    """Run the cases as one of `NUM_RANKS` ranks; rank 0 writes the outcomes."""
+    for case in cases:
+        store = dist.FileStore(f"{arguments.store}_{case.name}", NUM_RANKS)
+        dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=NUM_RANKS)
+        outcome = compare(case, arguments.steps)
+        if arguments.rank == 0:
+            with arguments.out.open("a") as file:
+                file.write(json.dumps(as_json(outcome)) + "\n")
+        dist.barrier()
+        dist.destroy_process_group()
+        gc.collect()
+
+
+def compare(case: Case, steps: int) -> Outcome:
+    """Train with both dispatchers from the same seed and compare losses and parameters."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
+    )
+    started = time.monotonic()
+    theirs, their_parameters, _ = train(case, steps, None)
+    with EpPlugin() as plugin:
+        ours, our_parameters, dispatchers = train(case, steps, plugin)
+    difference = (our_parameters - their_parameters).abs().max().double()
+    dist.all_reduce(difference, op=dist.ReduceOp.MAX)
+    parallel_state.destroy_model_parallel()
+    return Outcome(
+        case=case.name,
+        versions={
+            "megatron_core": megatron.core.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        losses=ours,
+        reference_losses=theirs,
+        max_param_difference=float(difference),
+        dispatchers=dispatchers,
+        seconds=round(time.monotonic() - started, 2),
+    )
+
+
+def train(case: Case, steps: int, plugin: EpPlugin | None) -> tuple[list[float], Tensor, list[str]]:
+    """Train; returns the losses, all parameters of this rank, and the dispatchers it ran with.
+
+    Args:
+        case: layout and options.
+        steps: optimizer steps.
+        plugin: None for Megatron's dispatcher.
+    """
+    torch.manual_seed(123)
+    model_parallel_cuda_manual_seed(123)
+    config = make_config(case, overlap=case.overlap and plugin is not None)
+    module = make_model(case, config, plugin)
+    seen = check_dispatchers(case, module, plugin)
+    model = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=case.distributed_optimizer
+        ),
+        module,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    losses = list(_steps(case, config, model, steps))
+    for dispatcher in dispatchers_of([model]) if plugin else []:
+        assert dispatcher._comm_manager.is_idle, "routing was kept after the step"
+    return losses, torch.cat([p.detach().float().flatten() for p in model.parameters()]), seen
+
+
+def make_config(case: Case, *, overlap: bool) -> TransformerConfig:
+    """Megatron's config for a case; its dispatcher is the reference until a plug-in changes it."""
+    dtype = torch.bfloat16 if case.bf16 else torch.float32
+    fields: dict[str, Any] = {
+        "num_layers": NUM_LAYERS,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 2 * HIDDEN,
+        "num_moe_experts": case.num_experts,
+        "moe_router_topk": case.num_topk,
+        "moe_token_dispatcher_type": case.reference,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1e-2,
+        "moe_router_dtype": "fp32",
+        "tensor_model_parallel_size": case.tp,
+        "sequence_parallel": case.tp > 1,
+        "pipeline_model_parallel_size": case.pp,
+        "pipeline_dtype": dtype,
+        "expert_model_parallel_size": case.ep,
+        "expert_tensor_parallel_size": case.etp,
+        "bf16": case.bf16,
+        "params_dtype": dtype,
+        "use_cpu_initialization": True,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "overlap_moe_expert_parallel_comm": overlap,
+    }
+    return TransformerConfig(**(fields | case.settings))
+
+
+def make_model(case: Case, config: TransformerConfig, plugin: EpPlugin | None) -> torch.nn.Module:
+    """The chunk of this pipeline rank, with our dispatcher where there is a plug-in."""
+    layers = []
+    for _ in range(NUM_LAYERS // case.pp):
+        layer = get_gpt_layer_local_spec(num_experts=case.num_experts, moe_grouped_gemm=False)
+        layer.submodules.input_layernorm = ParallelNorm
+        layer.submodules.pre_mlp_layernorm = ParallelNorm
+        layers.append(layer)
+    spec = TransformerBlockSubmodules(layer_specs=layers, layer_norm=ParallelNorm)
+    if plugin is not None and case.form == "spec":
+        spec = with_ep_dispatcher(spec, plugin)
+    model: torch.nn.Module = GPTModel(
+        config,
+        spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        parallel_output=True,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+    if plugin is not None and case.form == "swap":
+        swap_dispatchers([model], plugin)
+    CHANGES[case.change](model)
+    return Float16Module(config, model) if case.bf16 else model
+
+
+def check_dispatchers(case: Case, model: torch.nn.Module, plugin: EpPlugin | None) -> list[str]:
+    """Names of the dispatchers in a model, after asserting that they are those asked for."""
+    names = [type(dispatcher).__name__ for dispatcher in dispatchers_of([model])]
+    wanted = {"alltoall": "MoEAlltoAllTokenDispatcher", "allgather": "MoEAllGatherTokenDispatcher"}
+    expected = wanted[case.reference] if plugin is None else "EpDispatcher"
+    assert names == [expected] * (NUM_LAYERS // case.pp), names
+    return names
+
+
+def pad_for_quantization(model: torch.nn.Module) -> None:
+    """Make dispatchers pad as for FP8 experts, without FP8 arithmetic, which a CPU lacks."""
+    for dispatcher in dispatchers_of([model]):
+        config = copy.copy(dispatcher.config)
+        config.fp8, config.fp8_recipe = "e4m3", "delayed"
+        config.moe_router_padding_for_quantization = True
+        dispatcher.config = config
+        if hasattr(dispatcher, "_comm_manager"):
+            dispatcher._comm_manager.config = config
+
+
+def drop_some_routes(model: torch.nn.Module) -> None:
+    """Leave every third token with one expert and every fifth with none, as padding tokens have."""
+
+    def drop(_module: object, _inputs: object, output: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        probs, routing_map = output
+        tokens = torch.arange(len(routing_map))
+        second = routing_map.cumsum(1) > 1
+        dropped = (second & (tokens % 3 == 0).unsqueeze(1)) | (tokens % 5 == 0).unsqueeze(1)
+        return probs.masked_fill(dropped, 0), routing_map & ~dropped
+
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.router.register_forward_hook(drop)
+
+
+CHANGES: dict[str, Callable[[torch.nn.Module], None]] = {
+    "none": lambda _model: None,
+    "quantization_padding": pad_for_quantization,
+    "fewer_experts": drop_some_routes,
+}
+
+
+def _steps(
+    case: Case, config: TransformerConfig, model: DistributedDataParallel, steps: int
+) -> Iterator[float]:
+    """Run optimizer steps; yields the loss of each, averaged over the data-parallel ranks."""
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=LEARNING_RATE,
+            bf16=case.bf16,
+            clip_grad=0.0,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=case.distributed_optimizer,
+        ),
+        [model],
+    )
+    for parameters in optimizer.param_groups:
+        parameters["lr"] = LEARNING_RATE
+    run = get_forward_backward_func()
+    for step in range(steps):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        results = run(
+            forward_step_func=_forward_step,
+            data_iterator=iter([_batch(step, i) for i in range(case.num_microbatches)]),
+            model=[model],
+            num_microbatches=case.num_microbatches,
+            seq_length=SEQUENCE,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=False,
+        )
+        optimizer.step()
+        # Only the last pipeline stage has losses; the others add zero.
+        total = sum((result["loss"] for result in results), torch.zeros(()))
+        dist.all_reduce(total)
+        yield float(total) * case.pp / NUM_RANKS / case.num_microbatches
+
+
+def _batch(step: int, microbatch: int) -> dict[str, Tensor]:
+    """Tokens that mostly follow an affine rule, so that there is something to learn."""
+    data_rank = parallel_state.get_data_parallel_rank()
+    generator = torch.Generator().manual_seed(step * 1000 + microbatch * 10 + data_rank)
+    tokens = [torch.randint(VOCABULARY, (MICRO_BATCH,), generator=generator)]
+    for _ in range(SEQUENCE):
+        noise = torch.randint(VOCABULARY, (MICRO_BATCH,), generator=generator)
+        keep = torch.rand(MICRO_BATCH, generator=generator) > 0.05
+        tokens.append(torch.where(keep, (tokens[-1] * 5 + 7) % VOCABULARY, noise))
+    text = torch.stack(tokens, 1)
+    return {
+        "input_ids": text[:, :-1].contiguous(),
+        "labels": text[:, 1:].contiguous(),
+        "position_ids": torch.arange(SEQUENCE).expand(MICRO_BATCH, SEQUENCE),
+        "attention_mask": torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool(),
+    }
+
+
+def _forward_step(
+    batches: Iterator[dict[str, Tensor]],
+    model: Any,  # noqa: ANN401
+    return_schedule_plan: bool = False,
+) -> tuple[Any, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
+    """Megatron's forward step: the output (or the plan of the combined schedule) and the loss."""
+
+    def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = output.float().mean()
+        return loss, {"loss": loss.detach().clone()}  # the schedule divides the loss in place
+
+    batch = next(batches)
+    if return_schedule_plan:
+        return get_attr_wrapped_model(model, "build_schedule_plan")(**batch), loss_of
+    return model(**batch), loss_of

@@ -1,0 +1,193 @@
+"""Trains a small MoE GPT of Megatron-Core with its own dispatcher and with ours, and compares.
+
+    python tests/megatron_world.py --steps 10 --cases ep4,bf16 --out result.jsonl
+    python tests/megatron_world.py --record docs/results/megatron_parity.jsonl
+
+The first process starts one process per rank (gloo, on the CPU); these run the cases one after
+the other with fresh process groups, and rank 0 writes one JSON object a case. At most
+`_CASES_PER_LAUNCH` cases share a set of processes, as gloo slows down with every group it made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_cases import CASES, Case
+
+NUM_RANKS = 4
+_CASES_PER_LAUNCH = 8
+_TIMEOUT_S = 400  # of one launch
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case showed.
+
+    Attributes:
+        case: its name.
+        versions: of megatron_core, torch and python.
+        losses: of ours, one a step, averaged over the data-parallel ranks.
+        reference_losses: of Megatron's dispatcher.
+        max_param_difference: largest absolute difference over all parameters and ranks.
+        dispatchers: class names and tiers seen in our model.
+        seconds: both runs.
+        error: why there is no result, in one sentence; empty if there is one.
+    """
+
+    case: str
+    versions: dict[str, str]
+    losses: list[float]
+    reference_losses: list[float]
+    max_param_difference: float
+    dispatchers: list[str]
+    seconds: float
+    error: str = ""
+
+    @property
+    def max_loss_difference(self) -> float:
+        """Largest relative difference of two losses of one step."""
+        pairs = zip(self.losses, self.reference_losses, strict=True)
+        return max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
+
+
+def run_cases(names: Sequence[str], steps: int) -> list[Outcome]:
+    """Run cases on `NUM_RANKS` processes, in as many launches as needed."""
+    outcomes: list[Outcome] = []
+    for first in range(0, len(names), _CASES_PER_LAUNCH):
+        outcomes += _launch(names[first : first + _CASES_PER_LAUNCH], steps)
+    return outcomes
+
+
+def _launch(names: Sequence[str], steps: int) -> list[Outcome]:
+    """Start the ranks, wait for all of them, read what rank 0 wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "outcomes.jsonl"
+        arguments = ["--cases", ",".join(names), "--steps", str(steps), "--out", str(out)]
+        arguments += ["--store", str(Path(folder) / "store")]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        root = str(Path(__file__).parent.parent)
+        environment["PYTHONPATH"] = os.pathsep.join([root, environment.get("PYTHONPATH", "")])
+        ranks = []
+        for rank in range(NUM_RANKS):
+            log = (Path(folder) / f"rank{rank}.log").open("w")
+            command = [sys.executable, "-W", "ignore", __file__, *arguments, "--rank", str(rank)]
+            ranks.append(
+                subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            )
+        try:
+            codes = [rank.wait(timeout=_TIMEOUT_S) for rank in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        logs = [(Path(folder) / f"rank{rank}.log").read_text() for rank in range(NUM_RANKS)]
+        if any(codes):
+            failed = next(rank for rank, code in enumerate(codes) if code)
+            raise RuntimeError(f"rank {failed} ended with {codes[failed]}:\n{logs[failed][-4000:]}")
+        return [Outcome(**json.loads(line)) for line in out.read_text().splitlines()]
+
+
+def _record(outcomes: Sequence[Outcome], steps: int, path: Path) -> None:
+    """Append one line a case to a file of results (docs/results)."""
+    import datetime
+
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    run = uuid.uuid4().hex[:12]
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    cases = {case.name: case for case in CASES}
+    with path.open("a") as file:
+        for outcome in outcomes:
+            case = cases[outcome.case]
+            line = {
+                "run": run,
+                "when": now,
+                "commit": commit,
+                "command": f"python tests/megatron_world.py --steps {steps} --record {path}",
+                "machine": f"cpu, {NUM_RANKS} processes on {os.cpu_count()} cores, gloo",
+                "versions": outcome.versions,
+                "suite": "train",
+                "backend": "ep_dispatcher/reference",
+                "compared_with": f"megatron/{case.reference}",
+                "phase": "step",
+                "case": case.name,
+                "ranks": NUM_RANKS,
+                "num_experts": case.num_experts,
+                "num_topk": case.num_topk,
+                "dtype": "bfloat16" if case.bf16 else "float32",
+                "steps": steps,
+                "checked": not outcome.error and passes(case, outcome),
+                "exact_required": case.exact,
+                "first_loss": outcome.losses[0] if outcome.losses else None,
+                "last_loss": outcome.losses[-1] if outcome.losses else None,
+                "max_loss_difference": None if outcome.error else outcome.max_loss_difference,
+                "max_param_difference": outcome.max_param_difference,
+                "error": outcome.error,
+            }
+            file.write(json.dumps(line) + "\n")
+
+
+def passes(case: Case, outcome: Outcome) -> bool:
+    """The gate: equal where two terms are added at most, else within the rounding of reordering."""
+    if case.exact:
+        return outcome.losses == outcome.reference_losses and outcome.max_param_difference == 0
+    return outcome.max_loss_difference < 1e-5 and outcome.max_param_difference < 1e-4
+
+
+def main() -> None:
+    """Parse the command line; without --rank start the ranks, with it be one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = [case.name for case in CASES]
+    parser.add_argument("--cases", default=",".join(names), help="comma-separated names")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="where to write outcomes as JSON lines")
+    parser.add_argument("--record", type=Path, help="file of results to append to")
+    parser.add_argument("--rank", type=int, default=None, help="set by the first process")
+    parser.add_argument("--store", help="set by the first process")
+    arguments = parser.parse_args()
+    chosen = arguments.cases.split(",")
+    if arguments.rank is not None:
+        from megatron_rank import run_rank
+
+        cases = {case.name: case for case in CASES}
+        run_rank(arguments, [cases[name] for name in chosen])
+        return
+    outcomes = run_cases(chosen, arguments.steps)
+    if arguments.record:
+        _record(outcomes, arguments.steps, arguments.record)
+    _report(outcomes)
+
+
+def _report(outcomes: Sequence[Outcome]) -> None:
+    """One line a case on stdout; ends with status 1 where a gate was missed."""
+    cases = {case.name: case for case in CASES}
+    missed = 0
+    for outcome in outcomes:
+        good = not outcome.error and passes(cases[outcome.case], outcome)
+        missed += not good
+        shown = outcome.error or (
+            f"{outcome.losses[0]:.6f} -> {outcome.losses[-1]:.6f}  "
+            f"loss {outcome.max_loss_difference:.1e}  params {outcome.max_param_difference:.1e}"
+        )
+        line = f"{'ok  ' if good else 'MISS'} {outcome.case:26s} {shown}  {outcome.seconds:.1f} s\n"
+        sys.stdout.write(line)
+    sys.exit(1 if missed else 0)
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """Plain values of an outcome."""
+    return dict(vars(outcome))
+
+
+if __name__ == "__main__":
+    main()
