@@ -62,16 +62,16 @@ has_torch() {
 
 if ! has_torch; then
   step "installing $TORCH"
-  "$python" -m pip install -q "$TORCH"
+  "$python" -m pip install -qq "$TORCH"
 fi
 if command -v nvcc >/dev/null && [[ ! -e $venv/.nccl-$OLDEST_NCCL ]]; then
   step "installing NCCL $OLDEST_NCCL, to compile against"
   cuda_major=$(nvcc --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
-  "$python" -m pip install -q --no-deps "nvidia-nccl-cu$cuda_major==$OLDEST_NCCL"
+  "$python" -m pip install -qq --no-deps "nvidia-nccl-cu$cuda_major==$OLDEST_NCCL"
   touch "$venv/.nccl-$OLDEST_NCCL"
 fi
 step "installing ep_dispatcher with the extras megatron and dev"
-"$python" -m pip install -q -e ".[megatron,dev]"
+"$python" -m pip install -qq -e ".[megatron,dev]"
 
 step "gates"
 scripts/check.sh ${quick:+--quick}

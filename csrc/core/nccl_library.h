@@ -3,7 +3,7 @@
 #pragma once
 
 #include <nccl.h>
-#include <nccl_device/core.h>
+#include <nccl_device.h>
 
 #include <string>
 
