@@ -67,13 +67,9 @@ class Traffic:
         selected = self.rows * _link_mask(self.topology, link)
         return selected.sum(dim=1 if direction == "send" else 0)
 
-    def bytes_per_rank(self, link: Link, direction: Direction, message_bytes: int) -> Tensor:
-        """[P] fp64, bytes of each rank when one message holds `message_bytes`.
-
-        Pass the row's bytes for the payload, a record's bytes for what travels beside it: the two
-        are stated apart.
-        """
-        return self.rows_per_rank(link, direction) * message_bytes
+    def bytes_per_rank(self, link: Link, direction: Direction, row_bytes: int) -> Tensor:
+        """[P] fp64, payload of each rank: rows only; for what is beside them see `side_bytes`."""
+        return self.rows_per_rank(link, direction) * row_bytes
 
 
 def source_traffic(
@@ -110,6 +106,46 @@ def source_traffic(
         return _place(per_rank, ep_rank, topology)
     domains = reached.view(num_tokens, topology.num_domains, topology.domain_size)
     return _place_rails(per_rank, domains.any(dim=2).sum(dim=0), ep_rank, topology)
+
+
+def carried_copies(dst_rank: Tensor, ep_rank: int, topology: Topology) -> Traffic:
+    """Count the copies that the deduplicated messages of one rank's tokens stand for.
+
+    Args:
+        dst_rank: [T, K] int64, the rank of each copy's expert; -1 marks a dropped slot.
+        ep_rank: the rank that holds these tokens.
+        topology: of the group; it may be virtual.
+
+    Example: that of `source_traffic`: 0->1 two copies, 0->2 three (rail), 2->3 two.
+    """
+    per_rank = torch.bincount(dst_rank[dst_rank >= 0], minlength=topology.ep_size)
+    per_domain = per_rank.view(topology.num_domains, topology.domain_size).sum(dim=1)
+    return _place_rails(per_rank, per_domain, ep_rank, topology)
+
+
+def side_bytes(
+    messages: Traffic, copies: Traffic, num_topk: int, link: Link, direction: Direction
+) -> Tensor:
+    """[P] fp64, bytes that dispatch sends beside the rows: addresses and weights, not payload.
+
+    Inside a domain: a header word a message; a row number and a weight (4 bytes each) a copy.
+    Across domains: one record a message with 8 bytes a slot (expert, index, weight) and 8 for its
+    source, whatever the number of copies, so that one put carries it.
+
+    Args:
+        messages: deduplicated.
+        copies: of the same tokens, from `carried_copies`.
+        num_topk: K.
+        link: class of link.
+        direction: send or receive.
+
+    Example: K=2, that of `source_traffic`, sent by rank 0: inside 4 + 2 * 8 = 20, across
+        2 * (2 * 8 + 8) = 48.
+    """
+    num_messages = messages.rows_per_rank(link, direction)
+    if link == "across":
+        return num_messages * (8 * num_topk + 8)
+    return num_messages * 4 + copies.rows_per_rank(link, direction) * 8
 
 
 def plan_traffic(plan: Plan, scheme: Scheme = "deduplicated") -> Traffic:

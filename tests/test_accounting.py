@@ -18,8 +18,10 @@ from ep_dispatcher.accounting import (
     Link,
     Scheme,
     Traffic,
+    carried_copies,
     expected_traffic,
     plan_traffic,
+    side_bytes,
     source_traffic,
     world_traffic,
 )
@@ -169,6 +171,28 @@ def test_source_traffic_example(scheme: Scheme, messages: dict[tuple[int, int], 
     traffic = source_traffic(torch.tensor([[1, 1], [2, 3], [3, -1]]), 0, topology, scheme)
     found = {(int(a), int(b)): int(traffic.rows[a, b]) for a, b in traffic.rows.nonzero()}
     assert found == messages
+
+
+def test_side_bytes_example() -> None:
+    """The worked examples of `carried_copies` and `side_bytes`."""
+    topology, dst_rank = Topology(ep_size=4, domain_size=2), torch.tensor([[1, 1], [2, 3], [3, -1]])
+    messages, copies = source_traffic(dst_rank, 0, topology), carried_copies(dst_rank, 0, topology)
+    found = {(int(a), int(b)): int(copies.rows[a, b]) for a, b in copies.rows.nonzero()}
+    assert found == {(0, 1): 2, (0, 2): 3, (2, 3): 2}
+    assert side_bytes(messages, copies, 2, "inside", "send").tolist() == [20, 0, 24, 0]
+    assert side_bytes(messages, copies, 2, "across", "send").tolist() == [48, 0, 0, 0]
+
+
+@given(world=worlds())
+def test_a_message_carries_one_copy_or_more(world: World) -> None:
+    """Copies flow over exactly the links that messages use, at least one a message."""
+    for rank, routing in enumerate(world.routings):
+        owner = world.placement.rank_of[routing.clamp(min=0)]
+        dst_rank = torch.where(routing >= 0, owner, -1)
+        messages = source_traffic(dst_rank, rank, world.topology).rows
+        copies = carried_copies(dst_rank, rank, world.topology).rows
+        assert torch.equal(messages > 0, copies > 0)
+        assert (copies >= messages).all()
 
 
 def test_expected_traffic_example() -> None:

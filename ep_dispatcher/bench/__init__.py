@@ -1,0 +1,1 @@
+"""Benchmarks and the recorded form of their results."""

@@ -1,0 +1,283 @@
+"""The `ep-dispatcher` command: train, plan, doctor, bench.
+
+A user's mistake is printed as one line that says what to do, with exit code 2; anything unexpected
+likewise, with exit code 1. A traceback is printed only with --debug.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ep_dispatcher._version import __version__
+from ep_dispatcher.bench import plan_cpu
+from ep_dispatcher.bench.results import ResultLog
+from ep_dispatcher.config import EpConfig, Topology
+from ep_dispatcher.doctor import Diagnosis, diagnose
+from ep_dispatcher.errors import ConfigError, EpError, EpTimeoutError, UnavailableError
+from ep_dispatcher.plan_report import PlanQuestion, make_report, print_report
+from ep_dispatcher.routing import ROUTINGS, RoutingSpec
+
+OK, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+SECTION = "ep_dispatcher"  # of a config file
+
+Command = Callable[[argparse.Namespace], int]
+
+_EPILOG = """\
+to get going:
+  ep-dispatcher doctor                                  what this machine can run
+  ep-dispatcher plan --config configs/tiny_cpu.yaml     bytes on each link, rows, memory
+  ep-dispatcher train --config configs/tiny_cpu.yaml    train a small MoE model
+  ep-dispatcher bench plan                              time the plan on the CPU
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return the exit code.
+
+    Args:
+        argv: words after the program's name; None for those of the process.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001  # the last stop
+        if "--debug" in words:
+            traceback.print_exc()
+        message, code = _explain(error)
+        sys.stderr.write(f"ep-dispatcher: error: {' '.join(message.split())}\n")
+        return code
+
+
+def _explain(error: BaseException) -> tuple[str, int]:
+    """What to tell the user about an error, and the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", INTERRUPTED
+    if isinstance(error, EpError | EpTimeoutError | OSError):
+        return str(error), USER_ERROR
+    name = type(error).__name__
+    return f"unexpected {name}: {error}; run again with --debug for the traceback", FAILED
+
+
+def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """Build the parser for a command line; `train` is asked for its options only if it is named."""
+    parser = argparse.ArgumentParser(
+        prog="ep-dispatcher",
+        description="Megatron-Core MoE token dispatcher with its own CUDA kernels.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ep-dispatcher {__version__}")
+    parser.add_argument("--debug", action="store_true", help="print tracebacks of errors")
+    commands = parser.add_subparsers(dest="command", metavar="{train,plan,doctor,bench}")
+    _add_train(commands, named="train" in words)
+    _add_plan(commands)
+    _add_doctor(commands)
+    _add_bench(commands)
+    return parser
+
+
+def _run(words: list[str]) -> int:
+    """Parse and run; errors are the caller's."""
+    parser = build_parser(words)
+    args = parser.parse_args(words)
+    if args.command is None:
+        parser.print_help()
+        return OK
+    args.words = ["ep-dispatcher", *words]
+    command: Command = args.run
+    return command(args)
+
+
+def load_section(path: Path) -> dict[str, Any]:
+    """Read a YAML config's `ep_dispatcher` section (the whole file, if it has no such section).
+
+    Raises:
+        ConfigError: no such file, not YAML, or not a mapping; names the file.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}); give a YAML file such as those in configs/"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = " ".join(str(error).split())
+        raise ConfigError(f"{path} is not a YAML file: {where}") from error
+    section = document.get(SECTION, document) if isinstance(document, dict) else document
+    if not isinstance(section, dict):
+        raise ConfigError(
+            f"{path} holds {type(section).__name__} where a mapping is needed; see configs/"
+        )
+    return section
+
+
+def _add_command(
+    commands: Any,  # noqa: ANN401  # argparse does not export the type
+    name: str,
+    run: Command,
+    summary: str,
+) -> argparse.ArgumentParser:
+    """Add a subcommand that also takes --debug after its name."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
+    parser.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="print tracebacks of errors"
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_train(commands: Any, named: bool) -> None:  # noqa: ANN401
+    parser = _add_command(commands, "train", _train, "train a small GPT MoE with Megatron-Core")
+    if named:
+        _launcher().add_arguments(parser)
+
+
+def _add_plan(commands: Any) -> None:  # noqa: ANN401
+    summary = "expected bytes on each link, rows and memory of a config; needs no GPU"
+    parser = _add_command(commands, "plan", _plan, summary)
+    parser.add_argument("--config", type=Path, required=True, help="YAML file")
+    parser.add_argument("--ranks", type=int, help="ranks of the group (default: the config's)")
+    parser.add_argument("--domains", type=int, help="NVLink domains (default: the config's, or 1)")
+    parser.add_argument("--tokens", type=int, help="tokens per rank (default: max_tokens_per_rank)")
+    parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
+    parser.add_argument("--skew", type=float, default=1.0, help="exponent of zipf (default 1)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_doctor(commands: Any) -> None:  # noqa: ANN401
+    summary = "what this machine can run, and which tier would be chosen and why"
+    parser = _add_command(commands, "doctor", _doctor, summary)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_bench(commands: Any) -> None:  # noqa: ANN401
+    parser = _add_command(commands, "bench", _bench_plan, "benchmarks; results as JSON lines")
+    suites = parser.add_subparsers(dest="suite", required=True, metavar="{plan}")
+    plan = _add_command(suites, "plan", _bench_plan, "time of the plan on the CPU")
+    plan.add_argument("--tokens", type=int, default=4096, help="tokens per rank")
+    plan.add_argument("--experts", type=int, default=256)
+    plan.add_argument("--topk", type=int, default=8)
+    plan.add_argument("--rounds", type=int, default=50, help="timed rounds, at least 20")
+    plan.add_argument("--seed", type=int, default=0)
+    plan.add_argument(
+        "--out", type=Path, default=Path("docs/results/plan.jsonl"), help="file to append to"
+    )
+
+
+def _train(args: argparse.Namespace) -> int:
+    return int(_launcher().run(args) or OK)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    report = make_report(_question(args))
+    if args.json:
+        _write_json(report)
+    else:
+        print_report(report, Console())
+    return OK
+
+
+def _question(args: argparse.Namespace) -> PlanQuestion:
+    """Turn the options and the config file into a question."""
+    section = load_section(args.config)
+    num_ranks = _first_given(args.ranks, section.pop("ranks", None), 1)
+    num_domains = _first_given(args.domains, section.pop("domains", None), 1)
+    config = EpConfig.from_dict(section)
+    if num_domains < 1 or num_ranks % num_domains:
+        raise ConfigError(f"--domains is {num_domains}; it must divide the {num_ranks} ranks")
+    shape = config.shape
+    return PlanQuestion(
+        config=config,
+        topology=Topology(ep_size=num_ranks, domain_size=num_ranks // num_domains),
+        num_tokens=_first_given(args.tokens, config.max_tokens_per_rank),
+        routing=RoutingSpec(
+            name=args.routing,
+            num_experts=shape.num_experts,
+            num_topk=shape.num_topk,
+            seed=args.seed,
+            skew=args.skew,
+        ),
+    )
+
+
+def _first_given(*values: int | None) -> int:
+    """The first value that is not None."""
+    return next(value for value in values if value is not None)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    diagnosis = diagnose()
+    if args.json:
+        _write_json(diagnosis.to_dict())
+    else:
+        _print_diagnosis(diagnosis, Console())
+    return OK
+
+
+def _print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
+    """Print findings as a table, then the tier, the reason and the next step."""
+    colours = {"ok": "green", "absent": "yellow", "problem": "red"}
+    table = Table(show_lines=False)
+    for column in ("what", "state", "found, and what to do"):
+        table.add_column(column, overflow="fold")
+    for finding in diagnosis.findings:
+        state = Text(finding.state, style=colours[finding.state])
+        text = finding.value + (f"\n-> {finding.next_step}" if finding.next_step else "")
+        table.add_row(finding.name, state, Text(text))
+    console.print(table)
+    console.print(Text(f"tier: {diagnosis.tier}, as {diagnosis.reason}", style="bold"))
+    if diagnosis.next_step:
+        console.print(Text(f"for the device tier: {diagnosis.next_step}"))
+
+
+def _bench_plan(args: argparse.Namespace) -> int:
+    bench = plan_cpu.PlanBench(
+        num_tokens=args.tokens,
+        num_experts=args.experts,
+        num_topk=args.topk,
+        seed=args.seed,
+        rounds=args.rounds,
+    )
+    lines = plan_cpu.record_plan_bench(bench, ResultLog(args.out, args.words))
+    table = Table(title=f"Plan on the CPU: T={args.tokens} E={args.experts} K={args.topk}")
+    for column in ("what", "ranks", "median us", "p95 us", "rounds"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for line in lines:
+        cells = ("ranks", "median_us", "p95_us", "rounds")
+        table.add_row(line["what"], *(str(line.get(name, "-")) for name in cells))
+        if "error" in line:
+            table.add_row(Text(line["error"], style="red"))
+    console = Console()
+    console.print(table)
+    console.print(f"recorded in {args.out}", markup=False)
+    return OK
+
+
+def _launcher() -> Any:  # noqa: ANN401  # a module, imported late as it is slow to import
+    """The module that trains."""
+    try:
+        return importlib.import_module("ep_dispatcher.launch")
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("ep_dispatcher"):
+            raise  # a module of our own: a bug, not something to install
+        raise UnavailableError(
+            f"`ep-dispatcher train` needs {error.name}, which is not installed; "
+            "pip install 'ep_dispatcher[megatron]'"
+        ) from error
+
+
+def _write_json(values: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(values, indent=2) + "\n")

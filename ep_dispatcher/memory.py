@@ -1,0 +1,134 @@
+"""Persistent device memory of a group, as a formula with named terms.
+
+Counted is what each rank holds beside its output tensors for as long as the group is open. One
+domain: the regions of a rank's window, as csrc/core/window_layout.h lays them out (a test compiles
+it and compares), and the tables of experts. Several domains: the ring spans one domain only, and
+each remote domain has a landing area for records and one for partial sums.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ep_dispatcher.config import EpConfig, Topology
+
+RING_DEPTH = 16  # partial rows in flight for each (channel, pair of ranks); two chunks' worth
+
+_WORD_BYTES = 4
+_EPOCH_BYTES = 8
+_REGION_ALIGNMENT_BYTES = 128
+_WINDOW_ALIGNMENT_BYTES = 4096
+_LOCAL_CONTROL_BYTES = 1064  # sizeof(LocalControl): epochs, exits, one barrier word a channel
+_READY_BYTES = 32  # sizeof(EpReady)
+_COUNTS_EXTRA = 3  # EP_COUNTS_EXTRA
+_PARITIES = 2  # areas that one call fills while a peer may still read those of the last
+
+# Which regions of the window make up each term that is shown.
+_TERMS = {
+    "control": (
+        "error",
+        "local",
+        "route_flag",
+        "dispatch_ready",
+        "rows_done",
+        "combine_ready",
+        "partial_full",
+        "partial_free",
+    ),
+    "counts": ("block_counts", "counts"),
+    "records": ("record_header", "record_entry"),
+    "partial_ring": ("partials",),
+}
+
+
+def persistent_bytes(
+    config: EpConfig,
+    topology: Topology,
+    tier: Literal["device", "reference"] = "device",
+    ring_depth: int = RING_DEPTH,
+) -> dict[str, int]:
+    """Persistent device memory of one rank: bytes of each named term, and "total".
+
+    The reference tier holds nothing between calls, so it has only the total, 0.
+
+    Args:
+        config: of the group; its shape, max_tokens_per_rank and num_sms set the sizes.
+        topology: of the group.
+        tier: whose memory.
+        ring_depth: partial rows in flight for each (channel, pair of ranks).
+    """
+    if tier == "reference":
+        return {"total": 0}
+    regions = window_regions(config, topology, ring_depth)
+    terms = {term: sum(regions[name] for name in names) for term, names in _TERMS.items()}
+    if topology.num_domains > 1:
+        terms |= _rail_terms(config, topology)
+    in_window = sum(terms.values())
+    terms["window_end"] = _align(in_window, _WINDOW_ALIGNMENT_BYTES) - in_window
+    terms["expert_tables"] = _WORD_BYTES * (3 * config.shape.num_experts + topology.ep_size + 1)
+    return terms | {"total": sum(terms.values())}
+
+
+def window_regions(
+    config: EpConfig, topology: Topology, ring_depth: int = RING_DEPTH
+) -> dict[str, int]:
+    """Bytes of each region of a rank's window, padding included, in the order they lie in it.
+
+    A region's offset is the sum of those before it. Names and order are EpWindowLayout's.
+    """
+    ranks, channels = topology.ep_size, config.tuning.num_sms
+    tokens, shape = config.max_tokens_per_rank, config.shape
+    slots = channels * topology.domain_size * ring_depth
+    sizes = {
+        "error": _EPOCH_BYTES,
+        "local": _LOCAL_CONTROL_BYTES,
+        "route_flag": _EPOCH_BYTES * ranks * channels,
+        "dispatch_ready": _READY_BYTES * ranks,
+        "rows_done": _EPOCH_BYTES * ranks * channels,
+        "combine_ready": _EPOCH_BYTES * ranks,
+        "partial_full": _EPOCH_BYTES * slots,
+        "partial_free": _EPOCH_BYTES * slots,
+        "block_counts": _WORD_BYTES * channels * (shape.num_experts + ranks),
+        "counts": _PARITIES * ranks * counts_row_bytes(config, topology),
+        "record_header": _WORD_BYTES * _PARITIES * ranks * tokens,
+        "record_entry": _WORD_BYTES * _PARITIES * ranks * tokens * shape.num_topk,
+        "partials": slots * partial_slot_bytes(config),
+    }
+    return {name: _align(size, _REGION_ALIGNMENT_BYTES) for name, size in sizes.items()}
+
+
+def counts_row_bytes(config: EpConfig, topology: Topology) -> int:
+    """Bytes of the counts that a rank sends to each other rank when it plans."""
+    words = config.shape.num_experts + topology.ep_size + _COUNTS_EXTRA
+    return _WORD_BYTES * words
+
+
+def partial_bytes(config: EpConfig) -> int:
+    """Bytes of a partial sum on its way home: of the row's dtype, or fp32 where exact."""
+    shape = config.shape
+    return 4 * shape.hidden if config.precision == "exact" else shape.row_bytes
+
+
+def partial_slot_bytes(config: EpConfig) -> int:
+    """Bytes of one slot of the ring: a partial row, then one float a slot of the token."""
+    weights = _WORD_BYTES * config.shape.num_topk
+    return _align(_align(partial_bytes(config), 16) + weights, _REGION_ALIGNMENT_BYTES)
+
+
+def rail_record_bytes(config: EpConfig) -> int:
+    """Bytes of one landed record: the row, 8 bytes a slot (expert, index, weight), its source."""
+    shape = config.shape
+    return _align(shape.row_bytes + 8 * shape.num_topk + 8, _REGION_ALIGNMENT_BYTES)
+
+
+def _rail_terms(config: EpConfig, topology: Topology) -> dict[str, int]:
+    """Landing areas for the other domains: at most every token of every same-index GPU."""
+    tokens = (topology.num_domains - 1) * config.max_tokens_per_rank
+    return {
+        "rail_landing": tokens * rail_record_bytes(config),
+        "rail_partials": tokens * partial_bytes(config),
+    }
+
+
+def _align(size_bytes: int, alignment_bytes: int) -> int:
+    return -(-size_bytes // alignment_bytes) * alignment_bytes

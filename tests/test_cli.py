@@ -1,0 +1,281 @@
+"""The command line: what it prints, its exit codes, and that errors are one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ep_dispatcher import cli, doctor
+from ep_dispatcher._version import __version__
+from ep_dispatcher.config import EpConfig, MoeShape
+from ep_dispatcher.device import unavailable_reason
+from ep_dispatcher.errors import ConfigError
+
+CONFIG = """
+ep_dispatcher:
+  shape: {hidden: 7168, num_topk: 8, num_experts: 256}
+  max_tokens_per_rank: 4096
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    """A config file of the usual layer."""
+    path = tmp_path / "layer.yaml"
+    path.write_text(CONFIG, encoding="utf-8")
+    return str(path)
+
+
+def fails(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Run a command that must fail; returns the exit code and its one line."""
+    code = cli.main(words)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("ep-dispatcher: error: ")
+    return code, lines[0]
+
+
+def report(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Run a command with --json and parse what it prints."""
+    assert cli.main([*words, "--json"]) == 0
+    values: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return values
+
+
+def test_module_and_version() -> None:
+    """`python -m ep_dispatcher --version` works in a process of its own."""
+    command = [sys.executable, "-m", "ep_dispatcher", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == f"ep-dispatcher {__version__}"
+
+
+def test_no_command_prints_help_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command is named, with a line to copy."""
+    assert cli.main([]) == 0
+    text = capsys.readouterr().out
+    for name in ("train", "plan", "doctor", "bench"):
+        assert f"ep-dispatcher {name}" in text
+
+
+def test_plan_reports_the_known_sums(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """16 ranks in 2 domains: rails 58.5 MB by formula, and the counted mean beside it."""
+    words = ["plan", "--config", config, "--ranks", "16", "--domains", "2", "--tokens", "1024"]
+    values = report(words, capsys)
+    ours = next(
+        entry
+        for entry in values["links"]
+        if (entry["phase"], entry["link"], entry["scheme"])
+        == ("dispatch", "across", "deduplicated")
+    )
+    assert ours["expected_bytes"] * 4 == pytest.approx(58.5e6, rel=0.002)
+    assert ours["send_bytes"]["mean"] == pytest.approx(ours["expected_bytes"], rel=0.02)
+    assert values["rows"]["received"]["mean"] == 1024 * 8
+    assert values["memory"]["device"]["total"] > values["memory"]["reference"]["total"] == 0
+
+
+def test_plan_prints_tables(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Schemes, both links and every memory term are there; across only where there are domains."""
+    words = ["plan", "--config", config, "--ranks", "4", "--tokens", "64"]
+    assert cli.main(words) == 0
+    one_domain = capsys.readouterr().out
+    assert cli.main([*words, "--domains", "2"]) == 0
+    two_domains = capsys.readouterr().out
+    for word in ("deduplicated", "by_rank", "by_copy", "dispatch inside", "partial_ring"):
+        assert word in one_domain
+    assert "combine across" in two_domains
+    assert "rail_landing" in two_domains
+    assert "combine across" not in one_domain
+    assert "rail_landing" not in one_domain
+
+
+def test_plan_of_one_rank_sends_nothing(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """All copies are local."""
+    values = report(["plan", "--config", config, "--ranks", "1", "--tokens", "32"], capsys)
+    assert all(entry["send_bytes"]["max"] == 0 for entry in values["links"])
+
+
+def test_plan_skewed_routing_loads_one_rank(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With zipf the fullest rank receives more than with uniform, and no formula is shown."""
+    words = ["plan", "--config", config, "--ranks", "8", "--tokens", "256"]
+    uniform = report(words, capsys)
+    zipf = report([*words, "--routing", "zipf"], capsys)
+    assert zipf["rows"]["received"]["max"] > 1.5 * uniform["rows"]["received"]["max"]
+    assert "expected_bytes" in uniform["links"][0]
+    assert "expected_bytes" not in zipf["links"][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--domains", "3", "--ranks", "8"], ["--domains is 3", "8 ranks"]),
+        (["--ranks", "512"], ["num_experts is 256", "at least 512"]),
+        (["--tokens", "5000"], ["num_tokens is 5000", "4096", "max_tokens_per_rank"]),
+        (["--ranks", "0"], ["ep_size is 0", "an int >= 1"]),
+    ],
+)
+def test_plan_refuses_in_one_line(
+    options: list[str], parts: list[str], config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong value is named with its range, and the exit code is 2."""
+    code, line = fails(["plan", "--config", config, *options], capsys)
+    assert code == 2
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (None, "cannot be read (No such file or directory)"),
+        ("a: [1", "is not a YAML file"),
+        ("- 1\n- 2", "holds list where a mapping is needed"),
+        (CONFIG + "  colour: red", "unknown key 'colour' in section 'ep_dispatcher'"),
+        (CONFIG.replace("hidden", "width"), "unknown key 'width' in section 'shape'"),
+    ],
+)
+def test_plan_names_a_bad_config_file(
+    text: str | None, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Missing, broken or wrong files are user mistakes, not tracebacks."""
+    path = tmp_path / "bad.yaml"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    code, line = fails(["plan", "--config", str(path)], capsys)
+    assert code == 2
+    assert part in line
+
+
+def test_doctor_names_tier_and_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 0 on any machine; the tier agrees with what a group would choose."""
+    values = report(["doctor"], capsys)
+    names = {finding["name"] for finding in values["findings"]}
+    assert {"python", "torch", "gpu", "nvcc", "native module", "megatron-core"} <= names
+    shape = MoeShape(hidden=1024, num_topk=8, num_experts=256)
+    reason = unavailable_reason(EpConfig(shape=shape, max_tokens_per_rank=4096))
+    assert values["tier"] == ("device" if reason is None else "reference")
+    assert reason is None or (values["reason"] == reason and values["next_step"])
+
+
+def test_doctor_prints_a_next_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table ends with the tier."""
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "tier: " in text
+    assert "megatron-core" in text
+
+
+def test_doctor_works_without_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bare machine: absent, with the command that installs it."""
+    monkeypatch.setattr(doctor, "package_version", lambda package: None)
+    findings = {finding.name: finding for finding in doctor.diagnose().findings}
+    assert findings["megatron-core"].state == "absent"
+    assert "pip install 'ep_dispatcher[megatron]'" in findings["megatron-core"].next_step
+
+
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [("0.16.1", "ok"), ("0.19.2", "ok"), ("0.15.0", "problem"), ("0.20.0", "problem")],
+)
+def test_doctor_knows_the_tested_range(version: str, state: str) -> None:
+    """A version outside it is a problem and the range is named."""
+    finding = doctor.megatron_finding(version)
+    assert finding.state == state
+    assert "0.16.1" in finding.value
+    assert "0.19" in finding.value
+
+
+class _Launcher(types.ModuleType):
+    """Stands in for the training launcher."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        super().__init__("launcher")
+        self.error = error
+        self.seen = ""
+
+    def add_arguments(self, parser: Any) -> None:  # noqa: ANN401
+        parser.add_argument("--config")
+
+    def run(self, args: Any) -> int:  # noqa: ANN401
+        self.seen = args.config
+        if self.error is not None:
+            raise self.error
+        return 0
+
+
+def use_launcher(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> _Launcher:
+    """Put a stand-in where the launcher is imported from."""
+    launcher = _Launcher(error)
+    monkeypatch.setitem(sys.modules, "ep_dispatcher.launch", launcher)
+    return launcher
+
+
+def test_train_hands_its_options_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options of the launcher are parsed and reach it."""
+    launcher = use_launcher(monkeypatch, None)
+    assert cli.main(["train", "--config", "a.yaml"]) == 0
+    assert launcher.seen == "a.yaml"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "part"),
+    [
+        (ConfigError("hidden is 3"), 2, "hidden is 3"),
+        (RuntimeError("it\nbroke"), 1, "unexpected RuntimeError: it broke; run again with --debug"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_errors_are_one_line(
+    error: BaseException,
+    code: int,
+    part: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A user's mistake is 2, a bug is 1, both without a traceback."""
+    use_launcher(monkeypatch, error)
+    found, line = fails(["train"], capsys)
+    assert found == code
+    assert part in line
+
+
+@pytest.mark.parametrize("words", [["--debug", "train"], ["train", "--debug"]])
+def test_debug_adds_the_traceback(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--debug works before and after the command's name."""
+    use_launcher(monkeypatch, ConfigError("hidden is 3"))
+    assert cli.main(words) == 2
+    text = capsys.readouterr().err
+    assert "Traceback" in text
+    assert text.splitlines()[-1] == "ep-dispatcher: error: hidden is 3"
+
+
+def test_train_without_megatron_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A missing package is named with the command that brings it."""
+
+    def import_module(name: str) -> types.ModuleType:
+        raise ModuleNotFoundError(f"No module named 'megatron' for {name}", name="megatron")
+
+    monkeypatch.setattr(cli, "importlib", types.SimpleNamespace(import_module=import_module))
+    code, line = fails(["train"], capsys)
+    assert code == 2
+    assert "needs megatron" in line
+    assert "pip install 'ep_dispatcher[megatron]'" in line
+
+
+def test_unknown_option_is_refused_with_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    """Argparse's own refusal: exit code 2 and the option's name."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["doctor", "--colour"])
+    assert stopped.value.code == 2
+    assert "--colour" in capsys.readouterr().err
