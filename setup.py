@@ -42,7 +42,7 @@ class BuildNative(build_ext):
     """Compiles and links with nvcc; an object newer than every file of csrc is kept."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Build one shared object, two compilers at a time."""
+        """Build one shared object, one compiler for each core."""
         import pybind11
 
         nccl, version = find_nccl()
@@ -54,7 +54,7 @@ class BuildNative(build_ext):
         objects = Path("build", kept)
         target = self.get_ext_fullpath(ext.name)
         self.mkpath(os.path.dirname(target))
-        with ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
             built = [*pool.map(functools.partial(self.compile_one, nvcc, objects), ext.sources)]
         self.spawn([*nvcc, "-o", target, *built, *LINK_FLAGS])
 

@@ -15,9 +15,12 @@ trap 'rm -rf "$log"' EXIT
 
 # gate NAME COMMAND...: run it, print one line, and its output where it failed
 gate() {
-  local name=$1 verdict=ok start=${EPOCHREALTIME/[.,]/} tenths
+  local name=$1 verdict=FAIL start=${EPOCHREALTIME/[.,]/} tenths
   shift
-  "$@" >"$log" 2>&1 || verdict=FAIL
+  set +e # in a condition, errexit would be off inside the subshell too
+  (set -e; "$@") >"$log" 2>&1
+  (($? != 0)) || verdict=ok
+  set -e
   tenths=$(((${EPOCHREALTIME/[.,]/} - start) / 100000))
   printf '%-4s %-28s %4d.%d s\n' "$verdict" "$name" $((tenths / 10)) $((tenths % 10))
   if [[ $verdict == FAIL ]]; then
@@ -49,14 +52,14 @@ check_file_sizes() {
 
 # lizard knows no .cu and .cuh
 check_function_sizes() {
-  local copy file
+  local file
   copy=$(mktemp -d)
+  trap 'rm -r "$copy"' EXIT
   native_sources | while read -r file; do
     mkdir -p "$copy/$(dirname "$file")"
     cp "$file" "$copy/${file/%.cu*/.cpp}"
   done
   lizard -L 80 -C 15 -a 7 -w "$copy"
-  rm -r "$copy"
 }
 
 # Headers that kernels and host share must compile without CUDA; the C header as C.
