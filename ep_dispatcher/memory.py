@@ -18,7 +18,8 @@ _WORD_BYTES = 4
 _EPOCH_BYTES = 8
 _REGION_ALIGNMENT_BYTES = 128
 _WINDOW_ALIGNMENT_BYTES = 4096
-_LOCAL_CONTROL_BYTES = 1064  # sizeof(LocalControl): epochs, exits, one barrier word a channel
+_LOCAL_CONTROL_BYTES = 1072  # sizeof(LocalControl): epochs, exits, one barrier word a channel
+_SEND_WARPS = 16  # EP_SEND_WARPS, each with its own progress word
 _READY_BYTES = 32  # sizeof(EpReady)
 _COUNTS_EXTRA = 3  # EP_COUNTS_EXTRA
 _PARITIES = 2  # areas that one call fills while a peer may still read those of the last
@@ -84,7 +85,7 @@ def window_regions(
         "local": _LOCAL_CONTROL_BYTES,
         "route_flag": _EPOCH_BYTES * ranks * channels,
         "dispatch_ready": _READY_BYTES * ranks,
-        "rows_done": _EPOCH_BYTES * ranks * channels,
+        "rows_done": _EPOCH_BYTES * ranks * channels * _SEND_WARPS,
         "combine_ready": _EPOCH_BYTES * ranks,
         "partial_full": _EPOCH_BYTES * slots,
         "partial_free": _EPOCH_BYTES * slots,

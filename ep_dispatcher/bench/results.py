@@ -35,11 +35,15 @@ class ResultLog:
         path: file to append to; its folder is made.
         command: words of the command that was run, program first.
         run: id shared by the lines of one run.
+        commit: of the source tree when the run began.
+        load: runnable processes on this machine when the run began (one-minute average).
     """
 
     path: Path
     command: Sequence[str]
     run: str = field(default_factory=lambda: secrets.token_hex(4))
+    commit: str = field(default_factory=lambda: current_commit())
+    load: float = field(default_factory=lambda: round(os.getloadavg()[0], 2))
 
     def write(self, *, sharing: str, **fields: Any) -> dict[str, Any]:  # noqa: ANN401
         """Append one line: the common fields, then `fields` without those that are None.
@@ -54,9 +58,9 @@ class ResultLog:
         line = {
             "run": self.run,
             "when": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": current_commit(),
+            "commit": self.commit,
             "command": shlex.join(self.command),
-            "machine": describe_machine(sharing),
+            "machine": describe_machine(sharing) | {"load_before": self.load},
             "versions": describe_versions(),
         }
         line |= {name: value for name, value in fields.items() if value is not None}
