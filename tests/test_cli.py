@@ -112,6 +112,35 @@ def test_plan_skewed_routing_loads_one_rank(
     assert "expected_bytes" not in zipf["links"][0]
 
 
+def test_plan_combine_is_the_way_back(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a rank sends in dispatch it receives in combine, on each link in each scheme."""
+    words = ["plan", "--config", config, "--ranks", "8", "--domains", "2", "--tokens", "64"]
+    links = report([*words, "--routing", "zipf"], capsys)["links"]
+    found = {(entry["phase"], entry["link"], entry["scheme"]): entry for entry in links}
+    assert len(found) == len(links) == 2 * 2 * 3
+    for (phase, link, scheme), entry in found.items():
+        if phase == "dispatch":
+            back = found["combine", link, scheme]
+            assert back["receive_bytes"] == entry["send_bytes"]
+            assert back["send_bytes"] == entry["receive_bytes"]
+    skewed = found["dispatch", "across", "by_copy"]  # where one direction cannot pass for the other
+    assert skewed["send_bytes"] != skewed["receive_bytes"]
+
+
+def test_plan_exact_partials_are_in_fp32(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Precision "exact" doubles the bytes of bfloat16 partial sums, and of nothing else."""
+    path = tmp_path / "exact.yaml"
+    path.write_text(CONFIG + "  precision: exact", encoding="utf-8")
+    words = ["plan", "--config", str(path), "--ranks", "4", "--domains", "2", "--tokens", "64"]
+    links = report(words, capsys)["links"]
+    found = {(e["phase"], e["link"], e["scheme"]): e["send_bytes"]["mean"] for e in links}
+    for link in ("inside", "across"):
+        for scheme, factor in (("deduplicated", 2), ("by_rank", 2), ("by_copy", 1)):
+            assert found["combine", link, scheme] == factor * found["dispatch", link, scheme] > 0
+
+
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
