@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import datetime
 import gc
 import json
 import platform
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,7 +37,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from megatron.core.utils import get_attr_wrapped_model  # noqa: E402
-from megatron_cases import Case  # noqa: E402
+from megatron_cases import CASES, Case  # noqa: E402
 from megatron_world import NUM_RANKS, Outcome, as_json  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -60,21 +63,56 @@ class ParallelNorm(torch.nn.LayerNorm):
         """Mark the weights as replicated, so that their gradients are summed over the TP ranks."""
         super().__init__(hidden_size, eps=eps)
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
 
-def run_rank(arguments: argparse.Namespace, cases: list[Case]) -> None:
-    """Run the cases as one of `NUM_RANKS` ranks; rank 0 writes the outcomes."""
-    for case in cases:
-        store = dist.FileStore(f"{arguments.store}_{case.name}", NUM_RANKS)
-        dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=NUM_RANKS)
-        outcome = compare(case, arguments.steps)
+def run_rank(arguments: argparse.Namespace) -> None:
+    """Run cases or checks as one of `NUM_RANKS` ranks; rank 0 writes what came of them."""
+    lines = _run_checks(arguments) if arguments.checks else _run_cases(arguments)
+    for line in lines:
         if arguments.rank == 0:
             with arguments.out.open("a") as file:
-                file.write(json.dumps(as_json(outcome)) + "\n")
+                file.write(json.dumps(line) + "\n")
+
+
+def _connect(arguments: argparse.Namespace, name: str) -> None:
+    """Open the default process group; ranks whose peer failed give up after the timeout."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{arguments.store}_{name}", NUM_RANKS),
+        rank=arguments.rank,
+        world_size=NUM_RANKS,
+        timeout=datetime.timedelta(seconds=60),
+    )
+
+
+def _run_cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Run each case in process groups of its own; yields the outcomes."""
+    cases = {case.name: case for case in CASES}
+    for name in arguments.cases.split(","):
+        _connect(arguments, name)
+        yield as_json(compare(cases[name], arguments.steps))
         dist.barrier()
         dist.destroy_process_group()
         gc.collect()
+
+
+def _run_checks(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Run each check; yields its name and the traceback of the first rank that it failed on."""
+    from megatron_checks import CHECKS
+
+    _connect(arguments, "checks")
+    for name in arguments.checks.split(","):
+        error = ""
+        try:
+            CHECKS[name]()
+        except Exception:  # noqa: BLE001  # reported by the test of this check
+            error = traceback.format_exc()
+            sys.stderr.write(error)  # the exchange below fails if others are still in the check
+        errors: list[str | None] = [None] * NUM_RANKS
+        dist.all_gather_object(errors, error)
+        yield {"check": name, "error": next((found for found in errors if found), "")}
+    dist.destroy_process_group()
 
 
 def compare(case: Case, steps: int) -> Outcome:

@@ -1,16 +1,19 @@
-"""Trains a small MoE GPT of Megatron-Core with its own dispatcher and with ours, and compares.
+"""Runs Megatron-Core on 4 ranks: trains with its dispatcher and with ours, and runs checks.
 
     python tests/megatron_world.py --steps 10 --cases ep4,bf16 --out result.jsonl
     python tests/megatron_world.py --record docs/results/megatron_parity.jsonl
+    python tests/megatron_world.py --checks capacity,two_models
 
 The first process starts one process per rank (gloo, on the CPU); these run the cases one after
 the other with fresh process groups, and rank 0 writes one JSON object a case. At most
 `_CASES_PER_LAUNCH` cases share a set of processes, as gloo slows down with every group it made.
+Checks (`megatron_checks.py`) are run likewise.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import subprocess
@@ -64,42 +67,54 @@ def run_cases(names: Sequence[str], steps: int) -> list[Outcome]:
     """Run cases on `NUM_RANKS` processes, in as many launches as needed."""
     outcomes: list[Outcome] = []
     for first in range(0, len(names), _CASES_PER_LAUNCH):
-        outcomes += _launch(names[first : first + _CASES_PER_LAUNCH], steps)
+        chosen = ",".join(names[first : first + _CASES_PER_LAUNCH])
+        lines = _launch(["--cases", chosen, "--steps", str(steps)])
+        outcomes += [Outcome(**line) for line in lines]
     return outcomes
 
 
-def _launch(names: Sequence[str], steps: int) -> list[Outcome]:
-    """Start the ranks, wait for all of them, read what rank 0 wrote."""
+def run_checks(names: Sequence[str]) -> dict[str, str]:
+    """Run checks on `NUM_RANKS` processes; returns the first rank's error of each, or ""."""
+    return {line["check"]: line["error"] for line in _launch(["--checks", ",".join(names)])}
+
+
+def _launch(arguments: list[str]) -> list[dict[str, Any]]:
+    """Start the ranks, wait for all of them, read the lines that rank 0 wrote.
+
+    Raises:
+        RuntimeError: a rank failed; carries the end of what each said.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "outcomes.jsonl"
-        arguments = ["--cases", ",".join(names), "--steps", str(steps), "--out", str(out)]
-        arguments += ["--store", str(Path(folder) / "store")]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        root = str(Path(__file__).parent.parent)
-        environment["PYTHONPATH"] = os.pathsep.join([root, environment.get("PYTHONPATH", "")])
-        ranks = []
-        for rank in range(NUM_RANKS):
-            log = (Path(folder) / f"rank{rank}.log").open("w")
-            command = [sys.executable, "-W", "ignore", __file__, *arguments, "--rank", str(rank)]
-            ranks.append(
-                subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-            )
+        logs = [Path(folder) / f"rank{rank}.log" for rank in range(NUM_RANKS)]
+        command = [sys.executable, "-W", "ignore", __file__, *arguments, "--out", str(out)]
+        command += ["--store", str(Path(folder) / "store")]
+        ranks = [_start([*command, "--rank", str(rank)], log) for rank, log in enumerate(logs)]
         try:
             codes = [rank.wait(timeout=_TIMEOUT_S) for rank in ranks]
         finally:
             for process in ranks:
                 process.kill()
-        logs = [(Path(folder) / f"rank{rank}.log").read_text() for rank in range(NUM_RANKS)]
         if any(codes):
-            failed = next(rank for rank, code in enumerate(codes) if code)
-            raise RuntimeError(f"rank {failed} ended with {codes[failed]}:\n{logs[failed][-4000:]}")
-        return [Outcome(**json.loads(line)) for line in out.read_text().splitlines()]
+            said = [
+                f"rank {rank} ended with {code}:\n{log.read_text()[-3000:]}"
+                for rank, (code, log) in enumerate(zip(codes, logs, strict=True))
+            ]
+            raise RuntimeError("\n".join(said))
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start one rank with its output in a file."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    root = str(Path(__file__).parent.parent)
+    environment["PYTHONPATH"] = os.pathsep.join([root, environment.get("PYTHONPATH", "")])
+    with log.open("w") as file:
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
 
 def _record(outcomes: Sequence[Outcome], steps: int, path: Path) -> None:
     """Append one line a case to a file of results (docs/results)."""
-    import datetime
-
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -149,23 +164,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     names = [case.name for case in CASES]
     parser.add_argument("--cases", default=",".join(names), help="comma-separated names")
+    parser.add_argument("--checks", help="comma-separated names; runs these instead of cases")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--out", type=Path, help="where to write outcomes as JSON lines")
     parser.add_argument("--record", type=Path, help="file of results to append to")
     parser.add_argument("--rank", type=int, default=None, help="set by the first process")
     parser.add_argument("--store", help="set by the first process")
     arguments = parser.parse_args()
-    chosen = arguments.cases.split(",")
     if arguments.rank is not None:
         from megatron_rank import run_rank
 
-        cases = {case.name: case for case in CASES}
-        run_rank(arguments, [cases[name] for name in chosen])
-        return
-    outcomes = run_cases(chosen, arguments.steps)
-    if arguments.record:
-        _record(outcomes, arguments.steps, arguments.record)
-    _report(outcomes)
+        run_rank(arguments)
+    elif arguments.checks:
+        _report_checks(run_checks(arguments.checks.split(",")))
+    else:
+        outcomes = run_cases(arguments.cases.split(","), arguments.steps)
+        if arguments.record:
+            _record(outcomes, arguments.steps, arguments.record)
+        _report(outcomes)
+
+
+def _report_checks(errors: dict[str, str]) -> None:
+    """One line a check on stdout, with the traceback where it failed; status 1 if one did."""
+    for name, error in errors.items():
+        sys.stdout.write(f"{'MISS' if error else 'ok  '} {name}\n{error}")
+    sys.exit(1 if any(errors.values()) else 0)
 
 
 def _report(outcomes: Sequence[Outcome]) -> None:

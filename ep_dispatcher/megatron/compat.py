@@ -69,6 +69,8 @@ def cuda_graph_scopes(config: Any) -> set[str] | None:  # noqa: ANN401
     if getattr(config, "cuda_graph_impl", "none") == "none":
         return None
     scopes = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", [])
+    if isinstance(scopes, str):
+        scopes = scopes.split(",")
     return {str(getattr(scope, "name", scope)) for scope in scopes or []}
 
 

@@ -1,0 +1,49 @@
+"""The dispatcher inside Megatron's layers: one test for each check of `megatron_checks.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_world import run_checks
+
+CHECKS = (
+    "dropless_tp1_ep4_etp1",
+    "dropless_tp4_ep1_etp1",
+    "dropless_tp2_ep2_etp1",
+    "dropless_tp2_ep2_etp2",
+    "dropless_tp1_ep2_etp2",
+    "dropless_tp1_ep1_etp4",
+    "dropless_tp1_ep1_etp1",
+    "capacity",
+    "drop_and_pad",
+    "rows_beyond_topk",
+    "fp8_padding",
+    "fp4_padding",
+    "uneven_tokens",
+    "fewer_experts",
+    "latent_width",
+    "router_dtype",
+    "arguments_carry_gradients",
+    "freed_inputs",
+    "graphed_attributes",
+    "recompute_releases",
+    "shared_groups",
+    "two_models",
+    "names_itself_once",
+    "no_backend_is_imported",
+)
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, str]:
+    """What each check said, run once by 4 ranks; "" where it passed."""
+    return run_checks(CHECKS)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("check", CHECKS)
+def test_check(check: str, errors: dict[str, str]) -> None:
+    """The check passed on all ranks."""
+    assert not errors[check], errors[check]

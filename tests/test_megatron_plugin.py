@@ -1,0 +1,123 @@
+"""Selecting the dispatcher: layer specs of every form, and what a user may get wrong."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+import megatron.core
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from ep_dispatcher.errors import ConfigError
+from ep_dispatcher.megatron.layer import EpMoELayer
+from ep_dispatcher.megatron.plugin import (
+    EpPlugin,
+    swap_dispatchers,
+    with_ep_dispatcher,
+)
+
+
+def layer_spec(num_experts: int | None = 8) -> ModuleSpec:
+    """A layer of the installed version, in its own form."""
+    return get_gpt_layer_local_spec(num_experts=num_experts, moe_grouped_gemm=False)
+
+
+def moe_class(spec: ModuleSpec) -> object:
+    """The class that a layer spec builds its MLP with, in either form."""
+    mlp = spec.submodules.mlp
+    return mlp.func if isinstance(mlp, functools.partial) else mlp.module
+
+
+def plugin_of(spec: ModuleSpec) -> object:
+    """The plug-in that a layer spec hands to its MoE layer."""
+    mlp = spec.submodules.mlp
+    return mlp.keywords["plugin"] if isinstance(mlp, functools.partial) else mlp.params["plugin"]
+
+
+def test_layer_spec_is_copied_with_its_moe_layer_replaced() -> None:
+    spec, plugin = layer_spec(), EpPlugin()
+    changed = with_ep_dispatcher(spec, plugin)
+    assert moe_class(changed) is EpMoELayer
+    assert plugin_of(changed) is plugin
+    assert moe_class(spec) is MoELayer
+    assert changed.submodules.self_attention is spec.submodules.self_attention
+
+
+def test_both_forms_of_an_mlp_spec_are_replaced() -> None:
+    """A ModuleSpec as up to 0.17 and a functools.partial as from 0.18, whatever is installed."""
+    plugin = EpPlugin()
+    older = ModuleSpec(module=MoELayer, submodules="s", params={"extra": 1})
+    newer = functools.partial(MoELayer, submodules="s")
+    for form in (older, newer):
+        layer = ModuleSpec(module=object, submodules=copy.copy(layer_spec().submodules))
+        layer.submodules.mlp = form
+        changed = with_ep_dispatcher(layer, plugin)
+        assert moe_class(changed) is EpMoELayer
+        assert plugin_of(changed) is plugin
+    assert older.params == {"extra": 1}
+
+
+def test_block_spec_shares_one_plugin_and_keeps_dense_layers() -> None:
+    dense, sparse = layer_spec(None), layer_spec()
+    block = TransformerBlockSubmodules(layer_specs=[dense, sparse, sparse])
+    changed = with_ep_dispatcher(block)
+    assert changed.layer_specs[0] is dense
+    plugins = [plugin_of(spec) for spec in changed.layer_specs[1:]]
+    assert plugins[0] is plugins[1]
+
+
+def test_hybrid_stack_spec_is_replaced() -> None:
+    """The stack of Mamba hybrids, which keeps its MoE layer one level further down."""
+    try:
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as stack
+    except ImportError as error:  # older, or without Triton or Transformer Engine
+        pytest.skip(f"megatron-core {megatron.core.__version__} has no stack here: {error}")
+    changed: ModuleSpec = with_ep_dispatcher(stack)
+    assert moe_class(changed.submodules.moe_layer) is EpMoELayer
+    assert moe_class(stack.submodules.moe_layer) is MoELayer
+
+
+def test_a_spec_nested_in_a_stack_is_replaced() -> None:
+    """The same nest, built by hand, as the real one cannot be imported everywhere."""
+
+    @dataclasses.dataclass
+    class Stack:
+        norm: type
+        moe_layer: ModuleSpec
+
+    stack = ModuleSpec(module=object, submodules=Stack(torch.nn.LayerNorm, layer_spec()))
+    changed = with_ep_dispatcher(stack)
+    assert moe_class(changed.submodules.moe_layer) is EpMoELayer
+    assert moe_class(stack.submodules.moe_layer) is MoELayer
+
+
+def test_a_copied_spec_shares_the_plugin() -> None:
+    plugin = EpPlugin()
+    assert plugin_of(copy.deepcopy(with_ep_dispatcher(layer_spec(), plugin))) is plugin
+
+
+def test_a_spec_without_experts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no MoELayer"):
+        with_ep_dispatcher(layer_spec(None))
+
+
+def test_a_chunk_without_experts_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """A dense pipeline stage is no mistake, but it is said."""
+    chunks = [torch.nn.Linear(2, 2)]
+    assert swap_dispatchers(chunks) is chunks
+    assert "no MoE layer on this pipeline rank" in caplog.text
+
+
+def test_a_plugin_warns_about_a_version_nobody_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", "0.23.0")
+    with pytest.warns(UserWarning, match=r"megatron-core 0\.23\.0 is outside"):
+        EpPlugin()
