@@ -30,6 +30,7 @@ enum {
   EP_MAX_TOPK = 64,
   EP_MAX_EXPERTS = 2048,
   EP_CHUNK_TOKENS = 8, /* tokens that combine handles source by source */
+  EP_SEND_WARPS = 16,  /* most warps of a block that send rows, each with its own progress word */
   EP_WORLD_RANKS = 8,  /* ranks that one launch can hold (tests and measurements on one GPU) */
   EP_COUNTS_EXTRA = 3  /* words after the counts in a rank's message: T, alignment, refusal */
 };
@@ -81,7 +82,7 @@ typedef struct EpWindowLayout {
   int64_t local;          /* epochs and barriers of this rank's own blocks */
   int64_t route_flag;     /* u64 [P][C] epoch: counts and records of source p, block c, are here */
   int64_t dispatch_ready; /* EpReady [P]: peer p has entered dispatch, its rows start there */
-  int64_t rows_done;      /* u64 [P][C] progress of source p, channel c */
+  int64_t rows_done;      /* u64 [P][C][EP_SEND_WARPS] progress of source p, channel c */
   int64_t combine_ready;  /* u64 [P] epoch: peer p has entered combine */
   int64_t partial_full;   /* u64 [C][P][D] of the home rank, written by the expert rank */
   int64_t partial_free;   /* u64 [C][P][D] of the expert rank, written by the home rank */
@@ -189,8 +190,8 @@ typedef struct EpCombineArgs {
   EpPlan plan;
   const void* expert_out;        /* [R, hidden]; 16-byte aligned */
   void* out;                     /* [T, hidden]; 16-byte aligned */
-  const float* row_weights_grad; /* [R], or NULL */
-  float* weights_grad;           /* [T, K], or NULL; written where row_weights_grad is given */
+  const float* row_weights_grad; /* [R]; NULL on all ranks, or where R is 0 */
+  float* weights_grad;           /* [T, K]; NULL on all ranks, or where T is 0 */
   int64_t hidden;                /* elements */
   int32_t dtype;                 /* EpDtype */
   int32_t exact;                 /* 1: partial sums of ranks travel in fp32; 0: in dtype */

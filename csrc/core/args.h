@@ -1,10 +1,17 @@
 // What kernels and host share beyond the C header: names in this namespace, and the encodings of
 // the words that travel between ranks. Host-clean: no CUDA in it.
-#pragma once
+#ifndef EP_CORE_ARGS_H_
+#define EP_CORE_ARGS_H_
 
 #include <cstdint>
 
 #include "api/ep_dispatcher.h"
+
+#ifdef __CUDACC__
+#define EP_HOST_DEVICE __host__ __device__
+#else
+#define EP_HOST_DEVICE
+#endif
 
 namespace ep {
 
@@ -17,10 +24,14 @@ struct LocalControl {
   uint64_t epoch[3];  // launches of each kernel so far, by KernelId
   uint32_t exits[3];  // blocks that have left the current launch
   uint32_t fault_claimed;
+  uint64_t bad_slot;                    // of the latest route launch that met one; see route.cuh
   uint64_t grid_flag[EP_MAX_CHANNELS];  // block b has reached grid barrier number ...
 };
 
 enum KernelId { kRoute = 0, kDispatch = 1, kCombine = 2 };
+
+// Experts of one rank x ranks: route keeps a table of them in shared memory.
+constexpr int kMaxBaseEntries = 16384;
 
 // record_header: a token of the source and the rows that it has here.
 constexpr int kRecordRowsBits = 12;
@@ -46,21 +57,21 @@ struct TokenRange {
   int64_t first, end;
 };
 
-constexpr int64_t min_of(int64_t a, int64_t b) {
+EP_HOST_DEVICE constexpr int64_t min_of(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
-constexpr int64_t max_of(int64_t a, int64_t b) {
+EP_HOST_DEVICE constexpr int64_t max_of(int64_t a, int64_t b) {
   return a > b ? a : b;
 }
-constexpr int64_t ceil_div(int64_t a, int64_t b) {
+EP_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
-constexpr int64_t align_up(int64_t a, int64_t b) {
+EP_HOST_DEVICE constexpr int64_t align_up(int64_t a, int64_t b) {
   return ceil_div(a, b) * b;
 }
 
 // Bits that hold every value in [0, limit).
-constexpr int bits_for(int64_t limit) {
+EP_HOST_DEVICE constexpr int bits_for(int64_t limit) {
   int bits = 0;
   while ((int64_t{1} << bits) < limit) {
     ++bits;
@@ -69,3 +80,5 @@ constexpr int bits_for(int64_t limit) {
 }
 
 }  // namespace ep
+
+#endif  // EP_CORE_ARGS_H_

@@ -1,5 +1,6 @@
 // Where everything lies in a rank's window: the only place that computes offsets.
-#pragma once
+#ifndef EP_CORE_WINDOW_LAYOUT_H_
+#define EP_CORE_WINDOW_LAYOUT_H_
 
 #include "core/args.h"
 
@@ -9,7 +10,7 @@ constexpr int64_t kRegionAlignment = 128;  // no two regions share a cache line
 constexpr int64_t kWindowAlignment = 4096;
 
 // Bytes of one slot of the partial ring: the row, then one float per slot for the weights' gradient.
-constexpr int64_t partial_slot_bytes(const EpWindowShape& shape) {
+EP_HOST_DEVICE constexpr int64_t partial_slot_bytes(const EpWindowShape& shape) {
   return align_up(align_up(shape.partial_bytes, 16) + 4 * int64_t{shape.num_topk},
                   kRegionAlignment);
 }
@@ -31,7 +32,7 @@ constexpr EpWindowLayout make_window_layout(const EpWindowShape& shape) {
   layout.local = place(sizeof(LocalControl));
   layout.route_flag = place(8 * ranks * channels);
   layout.dispatch_ready = place(static_cast<int64_t>(sizeof(EpReady)) * ranks);
-  layout.rows_done = place(8 * ranks * channels);
+  layout.rows_done = place(8 * ranks * channels * EP_SEND_WARPS);
   layout.combine_ready = place(8 * ranks);
   layout.partial_full = place(8 * slots);
   layout.partial_free = place(8 * slots);
@@ -46,13 +47,15 @@ constexpr EpWindowLayout make_window_layout(const EpWindowShape& shape) {
 }
 
 // Records that a rank can receive: at most one for each token of each source.
-constexpr int64_t max_records(const EpWindowShape& shape) {
+EP_HOST_DEVICE constexpr int64_t max_records(const EpWindowShape& shape) {
   return int64_t{shape.ep_size} * shape.max_tokens;
 }
 
 // Entries of one source's row of chunk_first: its chunks and the end.
-constexpr int64_t chunk_stride(const EpWindowShape& shape) {
+EP_HOST_DEVICE constexpr int64_t chunk_stride(const EpWindowShape& shape) {
   return ceil_div(shape.max_tokens, kChunkTokens) + 1;
 }
 
 }  // namespace ep
+
+#endif  // EP_CORE_WINDOW_LAYOUT_H_

@@ -1,0 +1,234 @@
+// The C ABI: checks arguments, then launches. No exception leaves it.
+#include "api/ep_dispatcher.h"
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "core/launch.h"
+#include "core/window_layout.h"
+
+namespace ep {
+namespace {
+
+std::string& last_error() {
+  thread_local std::string message;
+  return message;
+}
+
+EpStatus refuse(const std::string& message) {
+  last_error() = message;
+  return EP_INVALID_ARGUMENT;
+}
+
+// Notes the first value that is out of range.
+class Checker {
+ public:
+  void range(const char* name, int64_t value, int64_t low, int64_t high) {
+    if (value < low || value > high) {
+      fail(std::string(name) + " is " + std::to_string(value) + "; it must be in [" +
+           std::to_string(low) + ", " + std::to_string(high) + "]");
+    }
+  }
+
+  void multiple(const char* name, int64_t value, int64_t step) {
+    if (value % step != 0) {
+      fail(std::string(name) + " is " + std::to_string(value) + "; it must be a multiple of " +
+           std::to_string(step));
+    }
+  }
+
+  void pointer(const char* name, const void* value, bool needed, int64_t alignment = 4) {
+    if (needed && value == nullptr) {
+      fail(std::string(name) + " is NULL; it must be memory that the GPU can reach");
+    }
+    multiple(name, static_cast<int64_t>(reinterpret_cast<uintptr_t>(value)), alignment);
+  }
+
+  void fail(const std::string& message) {
+    if (message_.empty()) {
+      message_ = message;
+    }
+  }
+
+  EpStatus status() const { return message_.empty() ? EP_OK : refuse(message_); }
+
+ private:
+  std::string message_;
+};
+
+constexpr int64_t kMaxTokens = int64_t{1} << 20;
+constexpr int64_t kMaxRows = INT32_MAX;
+constexpr int64_t kMaxBytes = int64_t{1} << 46;
+constexpr int kEntryBits = 32;
+constexpr int kRowAlignment = 16;
+
+void check_shape(Checker* check, const EpWindowShape& shape) {
+  check->range("ep_size", shape.ep_size, 1, EP_MAX_RANKS);
+  check->range("num_experts", shape.num_experts, shape.ep_size, EP_MAX_EXPERTS);
+  check->range("num_topk", shape.num_topk, 1, EP_MAX_TOPK);
+  check->range("num_channels", shape.num_channels, 1, EP_MAX_CHANNELS);
+  check->range("ring_depth", shape.ring_depth, 1, 1024);
+  check->range("max_tokens", shape.max_tokens, 0, kMaxTokens);
+  check->range("partial_bytes", shape.partial_bytes, 0, kMaxBytes);
+  const int index_bits = bits_for(shape.max_tokens * shape.num_topk + 1);
+  if (index_bits + bits_for(shape.num_experts) > kEntryBits) {
+    check->fail("max_tokens x num_topk is " + std::to_string(shape.max_tokens * shape.num_topk) +
+                " for " + std::to_string(shape.num_experts) +
+                " experts; an expert and an index must fit into 32 bits: use fewer tokens a call");
+  }
+}
+
+void check_context(Checker* check, const EpContext& context) {
+  check_shape(check, context.shape);
+  check->range("ep_rank", context.ep_rank, 0, context.shape.ep_size - 1);
+  check->range("num_local_experts", context.num_local_experts, 1, context.shape.num_experts);
+  check->range("num_local_experts x ep_size",
+               int64_t{context.num_local_experts} * context.shape.ep_size, 1, kMaxBaseEntries);
+  const EpWindowLayout expected = make_window_layout(context.shape);
+  if (context.window.total_bytes != expected.total_bytes) {
+    check->fail("window is not the layout of shape; use ep_make_window_layout");
+  }
+  for (int rank = 0; rank < context.shape.ep_size && rank < EP_MAX_RANKS; ++rank) {
+    check->pointer("window_base", context.window_base[rank], true, kRowAlignment);
+  }
+  check->pointer("expert_rank", context.expert_rank, true);
+  check->pointer("expert_local", context.expert_local, true);
+  check->pointer("expert_order", context.expert_order, true);
+  check->pointer("owner_first", context.owner_first, true);
+  check->pointer("fault", context.fault, true);
+}
+
+void check_plan(Checker* check, const EpContext& context, const EpPlan& plan) {
+  check->range("num_tokens", plan.num_tokens, 0, context.shape.max_tokens);
+  check->range("plan.num_topk", plan.num_topk, 1, context.shape.num_topk);
+  const bool tokens = plan.num_tokens > 0;
+  check->pointer("plan.dst_rank", plan.dst_rank, tokens);
+  check->pointer("plan.dst_row", plan.dst_row, tokens);
+  check->pointer("plan.contributor", plan.contributor, tokens);
+  check->pointer("plan.counts", plan.counts, true);
+  check->pointer("plan.tokens_per_expert", plan.tokens_per_expert, true);
+  check->pointer("plan.padded_tokens_per_expert", plan.padded_tokens_per_expert, true);
+  check->pointer("plan.expert_offsets", plan.expert_offsets, true);
+  check->pointer("plan.totals", plan.totals, true);
+  check->pointer("plan.chunk_first", plan.chunk_first, true);
+  check->pointer("plan.source_tokens", plan.source_tokens, true);
+}
+
+void check_call(Checker* check, const EpRouteArgs& args) {
+  check_context(check, args.context);
+  check_plan(check, args.context, args.plan);
+  check->pointer("topk_idx", args.topk_idx, args.plan.num_tokens > 0);
+  check->range("alignment", args.alignment, 1, 4096);
+  check->range("capacity_rows", args.capacity_rows, -1, kMaxRows);
+}
+
+void check_call(Checker* check, const EpDispatchArgs& args) {
+  check_context(check, args.context);
+  check_plan(check, args.context, args.plan);
+  check->pointer("x", args.x, args.plan.num_tokens > 0, kRowAlignment);
+  check->range("row_bytes", args.row_bytes, 16, int64_t{1} << 30);
+  check->multiple("row_bytes", args.row_bytes, 16);
+  check->range("recv_rows", args.recv_rows, 0, kMaxRows);
+  check->range("recv_x_offset", args.recv_x_offset, 0, kMaxBytes);
+  check->multiple("recv_x_offset", args.recv_x_offset, 16);
+  check->range("recv_weights_offset", args.recv_weights_offset, -1, kMaxBytes);
+  check->range("duplicate", args.duplicate, 0, 1);
+}
+
+void check_call(Checker* check, const EpCombineArgs& args) {
+  check_context(check, args.context);
+  check_plan(check, args.context, args.plan);
+  check->pointer("expert_out", args.expert_out, false, kRowAlignment);
+  check->pointer("out", args.out, args.plan.num_tokens > 0, kRowAlignment);
+  check->range("dtype", args.dtype, EP_BFLOAT16, EP_FLOAT32);
+  check->range("exact", args.exact, 0, 1);
+  const int element_bytes = args.dtype == EP_FLOAT32 ? 4 : 2;
+  check->range("hidden", args.hidden, 1, int64_t{1} << 28);
+  check->multiple("hidden x element size", args.hidden * element_bytes, 16);
+  check->range("bytes of a partial row", args.hidden * (args.exact != 0 ? 4 : element_bytes), 16,
+               args.context.shape.partial_bytes);
+  if (args.row_weights_grad != nullptr) {
+    check->pointer("weights_grad", args.weights_grad, args.plan.num_tokens > 0);
+  }
+}
+
+template <class Args>
+EpStatus run(const Args* ranks, int num_ranks, void* stream,
+             cudaError_t (*launch)(const Args*, int, cudaStream_t)) {
+  if (ranks == nullptr || num_ranks < 1 || num_ranks > EP_WORLD_RANKS) {
+    return refuse("num_ranks is " + std::to_string(num_ranks) + "; one launch takes 1 to " +
+                  std::to_string(EP_WORLD_RANKS));
+  }
+  Checker check;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    check_call(&check, ranks[rank]);
+    if (ranks[rank].context.shape.num_channels != ranks[0].context.shape.num_channels) {
+      check.fail("num_channels differs between the ranks of one launch; it must be equal");
+    }
+  }
+  if (check.status() != EP_OK) {
+    return EP_INVALID_ARGUMENT;
+  }
+  const cudaError_t result = launch(ranks, num_ranks, static_cast<cudaStream_t>(stream));
+  if (result != cudaSuccess) {
+    last_error() = std::string("the launch failed: ") + cudaGetErrorString(result);
+    return EP_LAUNCH_FAILED;
+  }
+  return EP_OK;
+}
+
+}  // namespace
+}  // namespace ep
+
+extern "C" {
+
+const char* ep_last_error(void) {
+  return ep::last_error().c_str();
+}
+
+EpStatus ep_make_window_layout(const EpWindowShape* shape, EpWindowLayout* layout) {
+  if (shape == nullptr || layout == nullptr) {
+    return ep::refuse("shape or layout is NULL");
+  }
+  ep::Checker check;
+  ep::check_shape(&check, *shape);
+  if (check.status() == EP_OK) {
+    *layout = ep::make_window_layout(*shape);
+  }
+  return check.status();
+}
+
+int64_t ep_max_records(const EpWindowShape* shape) {
+  return ep::max_records(*shape);
+}
+
+int64_t ep_chunk_stride(const EpWindowShape* shape) {
+  return ep::chunk_stride(*shape);
+}
+
+EpStatus ep_route(const EpRouteArgs* args, void* stream) {
+  return ep::run(args, 1, stream, &ep::launch_route);
+}
+
+EpStatus ep_dispatch(const EpDispatchArgs* args, void* stream) {
+  return ep::run(args, 1, stream, &ep::launch_dispatch);
+}
+
+EpStatus ep_combine(const EpCombineArgs* args, void* stream) {
+  return ep::run(args, 1, stream, &ep::launch_combine);
+}
+
+EpStatus ep_route_world(const EpRouteArgs* ranks, int32_t num_ranks, void* stream) {
+  return ep::run(ranks, num_ranks, stream, &ep::launch_route);
+}
+
+EpStatus ep_dispatch_world(const EpDispatchArgs* ranks, int32_t num_ranks, void* stream) {
+  return ep::run(ranks, num_ranks, stream, &ep::launch_dispatch);
+}
+
+EpStatus ep_combine_world(const EpCombineArgs* ranks, int32_t num_ranks, void* stream) {
+  return ep::run(ranks, num_ranks, stream, &ep::launch_combine);
+}
+
+}  // extern "C"

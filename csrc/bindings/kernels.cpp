@@ -1,0 +1,248 @@
+// Python over the C ABI: its structs as classes with writable fields, pointers and streams as
+// integers, the calls as functions that let other Python threads run.
+#include "bindings/kernels.h"
+
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "api/ep_dispatcher.h"
+
+namespace py = pybind11;
+
+namespace ep {
+namespace {
+
+// A pointer member as an integer.
+template <class Struct, class Pointee>
+void pointer(py::class_<Struct>& type, const char* name, Pointee* Struct::* member) {
+  type.def_property(
+      name, [member](const Struct& self) { return reinterpret_cast<uintptr_t>(self.*member); },
+      [member](Struct& self, uintptr_t value) {
+        self.*member = reinterpret_cast<Pointee*>(value);
+      });
+}
+
+void check(EpStatus status) {
+  if (status == EP_INVALID_ARGUMENT) {
+    throw std::invalid_argument(ep_last_error());
+  }
+  if (status != EP_OK) {
+    throw std::runtime_error(ep_last_error());
+  }
+}
+
+void bind_window(py::module_& module) {
+  py::class_<EpWindowShape>(module, "WindowShape")
+      .def(py::init([](int ep_size, int num_experts, int num_topk, int num_channels, int ring_depth,
+                       int64_t max_tokens, int64_t partial_bytes) {
+             return EpWindowShape{ep_size,    num_experts, num_topk,   num_channels,
+                                  ring_depth, 0,           max_tokens, partial_bytes};
+           }),
+           py::kw_only(), py::arg("ep_size"), py::arg("num_experts"), py::arg("num_topk"),
+           py::arg("num_channels"), py::arg("ring_depth"), py::arg("max_tokens"),
+           py::arg("partial_bytes"))
+      .def_readonly("ep_size", &EpWindowShape::ep_size)
+      .def_readonly("num_experts", &EpWindowShape::num_experts)
+      .def_readonly("num_topk", &EpWindowShape::num_topk)
+      .def_readonly("num_channels", &EpWindowShape::num_channels)
+      .def_readonly("ring_depth", &EpWindowShape::ring_depth)
+      .def_readonly("max_tokens", &EpWindowShape::max_tokens)
+      .def_readonly("partial_bytes", &EpWindowShape::partial_bytes);
+  py::class_<EpWindowLayout>(module, "WindowLayout")
+      .def(py::init([](const EpWindowShape& shape) {
+        EpWindowLayout layout;
+        check(ep_make_window_layout(&shape, &layout));
+        return layout;
+      }))
+      .def_readonly("error", &EpWindowLayout::error)
+      .def_readonly("local", &EpWindowLayout::local)
+      .def_readonly("partials", &EpWindowLayout::partials)
+      .def_readonly("slot_bytes", &EpWindowLayout::slot_bytes)
+      .def_readonly("total_bytes", &EpWindowLayout::total_bytes);
+  module.def("max_records", [](const EpWindowShape& shape) { return ep_max_records(&shape); });
+  module.def("chunk_stride", [](const EpWindowShape& shape) { return ep_chunk_stride(&shape); });
+}
+
+void bind_context(py::module_& module) {
+  py::class_<EpContext> type(module, "Context");
+  type.def(py::init([](const EpWindowShape& shape, int ep_rank) {
+             EpContext context{};
+             context.shape = shape;
+             context.ep_rank = ep_rank;
+             check(ep_make_window_layout(&shape, &context.window));
+             return context;
+           }),
+           py::arg("shape"), py::arg("ep_rank"))
+      .def_readonly("shape", &EpContext::shape)
+      .def_readonly("window", &EpContext::window)
+      .def_readonly("ep_rank", &EpContext::ep_rank)
+      .def_readwrite("num_local_experts", &EpContext::num_local_experts)
+      .def_readwrite("timeout_ns", &EpContext::timeout_ns)
+      .def_readwrite("test_mutation", &EpContext::test_mutation)
+      .def_readwrite("test_delay_us", &EpContext::test_delay_us)
+      .def_property(
+          "window_bases",
+          [](const EpContext& self) {
+            std::vector<uintptr_t> bases;
+            for (int rank = 0; rank < self.shape.ep_size; ++rank) {
+              bases.push_back(reinterpret_cast<uintptr_t>(self.window_base[rank]));
+            }
+            return bases;
+          },
+          [](EpContext& self, const std::vector<uintptr_t>& bases) {
+            if (static_cast<int>(bases.size()) != self.shape.ep_size) {
+              throw std::invalid_argument("window_bases has " + std::to_string(bases.size()) +
+                                          " entries; it needs one for each rank");
+            }
+            for (size_t rank = 0; rank < bases.size(); ++rank) {
+              self.window_base[rank] = reinterpret_cast<void*>(bases[rank]);
+            }
+          });
+  pointer(type, "expert_rank", &EpContext::expert_rank);
+  pointer(type, "expert_local", &EpContext::expert_local);
+  pointer(type, "expert_order", &EpContext::expert_order);
+  pointer(type, "owner_first", &EpContext::owner_first);
+  pointer(type, "fault", &EpContext::fault);
+}
+
+void bind_plan(py::module_& module) {
+  py::class_<EpPlan> type(module, "PlanPointers");
+  type.def(py::init([] { return EpPlan{}; }))
+      .def_readwrite("num_tokens", &EpPlan::num_tokens)
+      .def_readwrite("num_topk", &EpPlan::num_topk);
+  pointer(type, "dst_rank", &EpPlan::dst_rank);
+  pointer(type, "dst_row", &EpPlan::dst_row);
+  pointer(type, "contributor", &EpPlan::contributor);
+  pointer(type, "counts", &EpPlan::counts);
+  pointer(type, "tokens_per_expert", &EpPlan::tokens_per_expert);
+  pointer(type, "padded_tokens_per_expert", &EpPlan::padded_tokens_per_expert);
+  pointer(type, "expert_offsets", &EpPlan::expert_offsets);
+  pointer(type, "totals", &EpPlan::totals);
+  pointer(type, "record_header", &EpPlan::record_header);
+  pointer(type, "record_row", &EpPlan::record_row);
+  pointer(type, "chunk_first", &EpPlan::chunk_first);
+  pointer(type, "source_tokens", &EpPlan::source_tokens);
+}
+
+// Arguments of one kernel: context and plan, then its own.
+template <class Args>
+py::class_<Args> bind_args(py::module_& module, const char* name) {
+  py::class_<Args> type(module, name);
+  type.def(py::init([](const EpContext& context, const EpPlan& plan) {
+             Args args{};
+             args.context = context;
+             args.plan = plan;
+             return args;
+           }),
+           py::arg("context"), py::arg("plan"))
+      .def_readwrite("context", &Args::context)
+      .def_readwrite("plan", &Args::plan);
+  return type;
+}
+
+template <class Args>
+void bind_call(py::module_& module, const char* name, EpStatus (*one)(const Args*, void*),
+               EpStatus (*world)(const Args*, int32_t, void*)) {
+  module.def(
+      name,
+      [one](const Args& args, uintptr_t stream) {
+        check(one(&args, reinterpret_cast<void*>(stream)));
+      },
+      py::arg("args"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+  module.def((std::string(name) + "_world").c_str(),
+             [world](const std::vector<Args>& ranks, uintptr_t stream) {
+               check(world(ranks.data(), static_cast<int32_t>(ranks.size()),
+                           reinterpret_cast<void*>(stream)));
+             },
+             py::arg("ranks"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_calls(py::module_& module) {
+  auto route = bind_args<EpRouteArgs>(module, "RouteArgs");
+  pointer(route, "topk_idx", &EpRouteArgs::topk_idx);
+  pointer(route, "mailbox", &EpRouteArgs::mailbox);
+  route.def_readwrite("capacity_rows", &EpRouteArgs::capacity_rows)
+      .def_readwrite("alignment", &EpRouteArgs::alignment)
+      .def_readwrite("ticket", &EpRouteArgs::ticket);
+  auto dispatch = bind_args<EpDispatchArgs>(module, "DispatchArgs");
+  pointer(dispatch, "x", &EpDispatchArgs::x);
+  pointer(dispatch, "topk_weights", &EpDispatchArgs::topk_weights);
+  dispatch.def_readwrite("row_bytes", &EpDispatchArgs::row_bytes)
+      .def_readwrite("recv_x_offset", &EpDispatchArgs::recv_x_offset)
+      .def_readwrite("recv_weights_offset", &EpDispatchArgs::recv_weights_offset)
+      .def_readwrite("recv_rows", &EpDispatchArgs::recv_rows)
+      .def_readwrite("duplicate", &EpDispatchArgs::duplicate);
+  auto combine = bind_args<EpCombineArgs>(module, "CombineArgs");
+  pointer(combine, "expert_out", &EpCombineArgs::expert_out);
+  pointer(combine, "out", &EpCombineArgs::out);
+  pointer(combine, "row_weights_grad", &EpCombineArgs::row_weights_grad);
+  pointer(combine, "weights_grad", &EpCombineArgs::weights_grad);
+  combine.def_readwrite("hidden", &EpCombineArgs::hidden)
+      .def_readwrite("dtype", &EpCombineArgs::dtype)
+      .def_readwrite("exact", &EpCombineArgs::exact);
+  bind_call<EpRouteArgs>(module, "route", &ep_route, &ep_route_world);
+  bind_call<EpDispatchArgs>(module, "dispatch", &ep_dispatch, &ep_dispatch_world);
+  bind_call<EpCombineArgs>(module, "combine", &ep_combine, &ep_combine_world);
+}
+
+// Waits until route has written the mailbox; False if the fault came first or time ran out.
+bool wait_for_mailbox(uintptr_t mailbox, uint64_t ticket, uintptr_t fault, double timeout_s) {
+  constexpr int kSpinsPerCheck = 1024;
+  const auto* letter = reinterpret_cast<const EpMailbox*>(mailbox);
+  const auto* filed = reinterpret_cast<const EpFault*>(fault);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
+  for (int spins = 1; __atomic_load_n(&letter->ticket, __ATOMIC_ACQUIRE) != ticket; ++spins) {
+    if (spins % kSpinsPerCheck == 0) {
+      if (__atomic_load_n(&filed->filed, __ATOMIC_ACQUIRE) != 0 ||
+          std::chrono::steady_clock::now() > end) {
+        return false;
+      }
+      std::this_thread::yield();
+    }
+  }
+  return true;
+}
+
+void bind_host_words(py::module_& module) {
+  py::class_<EpMailbox>(module, "Mailbox")
+      .def_readonly("ticket", &EpMailbox::ticket)
+      .def_readonly("num_rows", &EpMailbox::num_rows)
+      .def_readonly("demand_rows", &EpMailbox::demand_rows)
+      .def_readonly("num_records", &EpMailbox::num_records)
+      .def_readonly("bad_token", &EpMailbox::bad_token)
+      .def_readonly("bad_expert", &EpMailbox::bad_expert)
+      .def_readonly("refused_rank", &EpMailbox::refused_rank);
+  py::class_<EpFault>(module, "Fault")
+      .def_readonly("filed", &EpFault::filed)
+      .def_readonly("rank", &EpFault::rank)
+      .def_readonly("peer", &EpFault::peer)
+      .def_readonly("phase", &EpFault::phase)
+      .def_readonly("channel", &EpFault::channel)
+      .def_readonly("expected", &EpFault::expected)
+      .def_readonly("seen", &EpFault::seen);
+  module.attr("MAILBOX_BYTES") = sizeof(EpMailbox);
+  module.attr("FAULT_BYTES") = sizeof(EpFault);
+  module.def("read_mailbox",
+             [](uintptr_t at) { return EpMailbox(*reinterpret_cast<const EpMailbox*>(at)); });
+  module.def("read_fault",
+             [](uintptr_t at) { return EpFault(*reinterpret_cast<const EpFault*>(at)); });
+  module.def("wait_for_mailbox", &wait_for_mailbox, py::arg("mailbox"), py::arg("ticket"),
+             py::arg("fault"), py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
+void bind_kernels(py::module_& module) {
+  bind_window(module);
+  bind_context(module);
+  bind_plan(module);
+  bind_calls(module);
+  bind_host_words(module);
+}
+
+}  // namespace ep

@@ -1,0 +1,10 @@
+// The part of the Python module that binds the C ABI.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace ep {
+
+void bind_kernels(pybind11::module_& module);
+
+}  // namespace ep

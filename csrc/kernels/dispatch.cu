@@ -1,0 +1,281 @@
+// dispatch: store every routed row into its final row of the receiver's recv_x.
+//
+// Data flow   x[token] --bulk load--> stage in shared memory --one bulk store per copy--> row
+//             dst_row of recv_x at dst_rank; beside it one 4-byte store of the copy's weight.
+//             Rows of recv_x that receive nothing (padding, static tail) are zeroed by their owner.
+// Grid        num_channels blocks; channel c owns a contiguous share of the tokens; each warp of it
+//             owns every W-th of them and a ring of stages of its own: warps never wait for each
+//             other. Lanes are slots: each issues the store of one copy.
+// Invariants  I1 (dst_rank, dst_row) is injective: one writer per row.
+//             I2 dst_row < recv_rows at the receiver: by the plan's capacity rule.
+//             I3 padding rows and the tail are nobody's dst_row: their owner may zero them at once.
+// Ordering    O1 row stores -> bulk group complete -> async-proxy fence -> __syncwarp -> fence at
+//                system scope -> rows_done.
+//             O2 rows_done of all sources (acquire) -> kernel end -> reads of recv_x.
+//             O3 dispatch_ready of a peer (acquire) -> stores into its rows: it says where this
+//                launch's rows start and that the peer's earlier work on them is over.
+//             O4 a stage is loaded again only after the stores that read it: bulk wait (read) by
+//                every lane that issued one -> __syncwarp -> load.
+// Failure     an expired wait files a fault; the block stores nothing more and leaves.
+#include "kernels/dispatch.cuh"
+
+namespace ep {
+namespace {
+
+// Tells every peer where this launch's rows start. Called by channel 0.
+__device__ void announce(const EpDispatchArgs& args, const DispatchShared& shared) {
+  const EpContext& context = args.context;
+  const Peers peers(context);
+  for (int rank = threadIdx.x; rank < context.shape.ep_size; rank += blockDim.x) {
+    EpReady* ready = peers.at<EpReady>(rank, context.window.dispatch_ready) + context.ep_rank;
+    ready->recv_x_offset = args.recv_x_offset;
+    ready->recv_weights_offset = args.recv_weights_offset;
+    store_release_sys(&ready->epoch, shared.watch.epoch);  // O3
+  }
+}
+
+// Waits until every peer has entered; notes where its rows start.
+__device__ bool wait_for_entry(const EpDispatchArgs& args, int channel, DispatchShared* shared) {
+  const EpContext& context = args.context;
+  const Peers peers(context);
+  EpReady* ready = peers.at<EpReady>(context.ep_rank, context.window.dispatch_ready);
+  for (int rank = threadIdx.x; rank < context.shape.ep_size; rank += blockDim.x) {
+    if (!mutated(context, Mutation::kDispatchSkipEntry)) {
+      wait_until(context, &shared->watch, &ready[rank].epoch, shared->watch.epoch,
+                 {rank, EP_PHASE_DISPATCH_READY, channel});
+    }
+    const volatile EpReady& peer = ready[rank];
+    shared->rows_at[rank] = peers.at<char>(rank, peer.recv_x_offset);
+    const int64_t weights = peer.recv_weights_offset;
+    shared->weights_at[rank] = weights < 0 ? nullptr : peers.at<float>(rank, weights);
+  }
+  __syncthreads();
+  return shared->watch.aborted == 0;
+}
+
+// Zeroes one row of this rank from a stage that holds zeros.
+__device__ void zero_row(const Sender& sender, int64_t row) {
+  const EpDispatchArgs& args = sender.args;
+  char* to =
+      sender.peers.at<char>(sender.context.ep_rank, args.recv_x_offset) + row * args.row_bytes;
+  for (int item = 0; item < sender.shape.segments; ++item) {
+    bulk_store(to + sender.segment_offset(item), sender.stage, sender.segment_bytes(item));
+  }
+  if (args.recv_weights_offset >= 0) {
+    sender.peers.at<float>(sender.context.ep_rank, args.recv_weights_offset)[row] = 0.0f;
+  }
+}
+
+// This warp's part of rows [first, end): spread over all warps of the rank, then over lanes.
+__device__ void zero_range(const Sender& sender, int64_t first, int64_t end) {
+  const int64_t workers = int64_t{sender.context.shape.num_channels} * sender.shape.warps;
+  const int64_t worker = int64_t{sender.channel} * sender.shape.warps + sender.warp;
+  for (int64_t row = first + worker + sender.lane * workers; row < end; row += 32 * workers) {
+    zero_row(sender, row);
+  }
+}
+
+// Zeroes the rows of recv_x that no copy goes to.
+__device__ void zero_unused_rows(const Sender& sender) {
+  const EpPlan& plan = sender.args.plan;
+  auto* words = reinterpret_cast<uint4*>(sender.stage);
+  for (int word = sender.lane; word < sender.shape.segment_bytes / 16; word += 32) {
+    words[word] = make_uint4(0, 0, 0, 0);
+  }
+  fence_proxy_async_shared();
+  __syncwarp();
+  for (int base = 0; base < sender.context.num_local_experts; base += 32) {
+    const int own = base + sender.lane;
+    int64_t first = 0;
+    int64_t end = 0;
+    if (own < sender.context.num_local_experts) {
+      first = plan.expert_offsets[own] + plan.tokens_per_expert[own];
+      end = plan.expert_offsets[own] + plan.padded_tokens_per_expert[own];
+    }
+    unsigned padded = __ballot_sync(~0u, end > first);
+    while (padded != 0) {
+      const int expert = __ffs(static_cast<int>(padded)) - 1;
+      padded &= padded - 1;
+      zero_range(sender, __shfl_sync(~0u, first, expert), __shfl_sync(~0u, end, expert));
+    }
+  }
+  zero_range(sender, plan.totals[0], sender.args.recv_rows);
+  bulk_commit();
+  bulk_wait_read<0>();  // O4
+  __syncwarp();
+}
+
+// Lane 0: starts the load of an item's segment into its stage.
+__device__ void load_item(const Sender& sender, int item) {
+  uint64_t* barrier = sender.full + item % kStagesPerWarp;
+  const uint32_t bytes = sender.segment_bytes(item);
+  const char* from = static_cast<const char*>(sender.args.x) +
+                     sender.token_of(item) * sender.args.row_bytes + sender.segment_offset(item);
+  mbarrier_expect(barrier, bytes);
+  bulk_load(sender.stage_of(item), from, bytes, barrier, sender.policy);
+}
+
+// A load depends on no other rank, so this wait needs no deadline.
+__device__ __forceinline__ void wait_for_load(const Sender& sender, int item) {
+  const auto parity = static_cast<uint32_t>(item / kStagesPerWarp % 2);
+  while (!mbarrier_try(sender.full + item % kStagesPerWarp, parity)) {
+  }
+}
+
+// Where one copy goes, and its weight.
+struct Target {
+  int rank;
+  int row;
+  float weight;
+};
+
+__device__ __forceinline__ Target read_target(const Sender& sender, int64_t token, int slot) {
+  if (slot >= sender.num_topk) {
+    return {-1, 0, 0.0f};
+  }
+  const EpDispatchArgs& args = sender.args;
+  const int64_t at = token * sender.num_topk + slot;
+  return {__ldg(args.plan.dst_rank + at), __ldg(args.plan.dst_row + at),
+          args.topk_weights == nullptr ? 0.0f : __ldg(args.topk_weights + at)};
+}
+
+__device__ __forceinline__ void store_copy(const Sender& sender, int item, const Target& target) {
+  if (target.rank < 0) {
+    return;
+  }
+  char* to = sender.shared->rows_at[target.rank] + target.row * sender.args.row_bytes +
+             sender.segment_offset(item);
+  bulk_store(to, sender.stage_of(item), sender.segment_bytes(item));
+  float* weights = sender.shared->weights_at[target.rank];
+  if (weights != nullptr && sender.segment_offset(item) == 0) {
+    weights[target.row] = target.weight;
+  }
+}
+
+// Loads run ahead of stores by all stages but one; the last stage is being read by its stores.
+constexpr int kLookahead = kStagesPerWarp - 1;
+
+__device__ void start_loads(const Sender& sender) {
+  for (int item = 0; item < kLookahead && item < sender.num_items; ++item) {
+    if (sender.lane == 0) {
+      load_item(sender, item);
+    }
+  }
+}
+
+// A block must not end while the copy engine still writes into its shared memory.
+__device__ void drain_loads(const Sender& sender) {
+  for (int item = 0; item < kLookahead && item < sender.num_items; ++item) {
+    wait_for_load(sender, item);
+  }
+}
+
+__device__ void send_rows(const Sender& sender) {
+  Target next = read_target(sender, sender.first_token, sender.lane);
+  Target now = next;
+  for (int item = 0; item < sender.num_items; ++item) {
+    const int64_t token = sender.token_of(item);
+    if (item % sender.shape.segments == 0) {
+      now = next;
+      if (item + sender.shape.segments < sender.num_items) {
+        next = read_target(sender, token + sender.shape.warps, sender.lane);
+      }
+    }
+    wait_for_load(sender, item);
+    store_copy(sender, item, now);
+    for (int slot = 32 + sender.lane; slot < sender.num_topk; slot += 32) {
+      store_copy(sender, item, read_target(sender, token, slot));
+    }
+    bulk_commit();
+    if (item + kLookahead < sender.num_items) {
+      bulk_wait_read<1>();  // O4
+      __syncwarp();
+      if (sender.lane == 0) {
+        load_item(sender, item + kLookahead);
+      }
+    }
+  }
+}
+
+// Tells every receiver that this warp's rows are there.
+__device__ void publish_rows(const Sender& sender) {
+  const EpContext& context = sender.context;
+  bulk_wait_done<0>();
+  fence_proxy_async();
+  __syncwarp();
+  for (int rank = sender.lane; rank < context.shape.ep_size; rank += 32) {
+    uint64_t* done =
+        sender.peers.at<uint64_t>(rank, context.window.rows_done) +
+        (context.ep_rank * context.shape.num_channels + sender.channel) * EP_SEND_WARPS +
+        sender.warp;
+    fence_sys();  // O1
+    store_relaxed_sys(done, sender.shared->watch.epoch << kProgressBits | kProgressAll);
+  }
+}
+
+// Waits until the rows of this channel of every source have arrived.
+__device__ void wait_for_rows(const Sender& sender) {
+  const EpContext& context = sender.context;
+  const uint64_t* done = sender.peers.at<uint64_t>(context.ep_rank, context.window.rows_done);
+  const uint64_t expected = sender.shared->watch.epoch << kProgressBits | kProgressAll;
+  const int words = context.shape.ep_size * sender.shape.warps;
+  for (int word = threadIdx.x; word < words; word += blockDim.x) {
+    const int source = word / sender.shape.warps;
+    const int at = (source * context.shape.num_channels + sender.channel) * EP_SEND_WARPS +
+                   word % sender.shape.warps;
+    wait_until(context, &sender.shared->watch, done + at, expected,  // O2
+               {source, EP_PHASE_DISPATCH_ROWS, sender.channel});
+  }
+}
+
+__device__ void dispatch(const EpDispatchArgs& args, int channel, char* stages,
+                         DispatchShared* shared) {
+  begin_launch(args.context, kDispatch, &shared->watch);
+  Sender sender(args, channel, stages, shared);
+  if (channel == 0) {
+    announce(args, *shared);
+  }
+  if (sender.lane < kStagesPerWarp) {
+    mbarrier_init(sender.full + sender.lane, 1);
+    fence_mbarrier_init();
+  }
+  zero_unused_rows(sender);
+  start_loads(sender);
+  if (wait_for_entry(args, channel, shared)) {
+    if (mutated(args.context, Mutation::kDispatchFlagFirst)) {
+      publish_rows(sender);
+      test_stall(args.context);
+    }
+    send_rows(sender);
+    publish_rows(sender);
+    if (!mutated(args.context, Mutation::kDispatchSkipTail)) {
+      wait_for_rows(sender);
+    }
+  } else {
+    drain_loads(sender);
+  }
+  end_launch(args.context, kDispatch, shared->watch);
+}
+
+template <int kRanks>
+__global__ void __launch_bounds__(32 * EP_SEND_WARPS, 1)
+    dispatch_kernel(const __grid_constant__ World<EpDispatchArgs, kRanks> world) {
+  extern __shared__ __align__(128) char stages[];
+  __shared__ DispatchShared shared;
+  const int channels = world.rank[0].context.shape.num_channels;
+  dispatch(world.rank[rank_of_block<kRanks>(channels)], static_cast<int>(blockIdx.x) % channels,
+           stages, &shared);
+}
+
+}  // namespace
+
+cudaError_t launch_dispatch(const EpDispatchArgs* ranks, int num_ranks, cudaStream_t stream) {
+  const SendShape shape = send_shape(ranks[0].row_bytes);
+  const LaunchShape launch = {32 * shape.warps, dispatch_shared_bytes(shape)};
+  return num_ranks == 1
+             ? launch_with<EpDispatchArgs, 1>(dispatch_kernel<1>, ranks, 1, launch, stream)
+             : launch_with<EpDispatchArgs, EP_WORLD_RANKS>(dispatch_kernel<EP_WORLD_RANKS>, ranks,
+                                                           num_ranks, launch, stream);
+}
+
+}  // namespace ep

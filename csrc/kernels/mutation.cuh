@@ -1,0 +1,42 @@
+// Negative controls: each takes one ordering claim of a kernel header away, so that a test can see
+// the failure that the claim prevents. Compiled with EP_TEST_MUTATIONS only; nothing otherwise.
+#pragma once
+
+#include "transport/wait.cuh"
+
+namespace ep {
+
+enum class Mutation : int32_t {
+  kNone = 0,
+  kRouteFlagFirst = 1,       // route O1
+  kRouteSkipWait = 2,        // route O2
+  kRouteOneBuffer = 3,       // route O3
+  kDispatchFlagFirst = 11,   // dispatch O1
+  kDispatchSkipTail = 12,    // dispatch O2
+  kDispatchSkipEntry = 13,   // dispatch O3
+  kCombineFlagFirst = 21,    // combine O1
+  kCombineSkipPartial = 22,  // combine O2
+  kCombineSkipCredit = 23,   // combine O3
+  kCombineSkipEntry = 24,    // combine O4
+};
+
+__device__ __forceinline__ bool mutated([[maybe_unused]] const EpContext& context,
+                                        [[maybe_unused]] Mutation which) {
+#ifdef EP_TEST_MUTATIONS
+  return context.test_mutation == static_cast<int32_t>(which);
+#else
+  return false;
+#endif
+}
+
+// Stalls the calling threads where a test wants this rank to be late.
+__device__ __forceinline__ void test_stall([[maybe_unused]] const EpContext& context) {
+#ifdef EP_TEST_MUTATIONS
+  const uint64_t end = time_ns() + 1000ull * static_cast<uint64_t>(context.test_delay_us);
+  while (time_ns() < end) {
+    __nanosleep(500);
+  }
+#endif
+}
+
+}  // namespace ep

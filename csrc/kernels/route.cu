@@ -1,0 +1,257 @@
+// route: turn topk_idx into addresses, on all ranks at once.
+//
+// Data flow   topk_idx -> counts per block -> (grid barrier) -> counts of lower blocks, so that each
+//             copy knows its index among this rank's copies of its expert -> counts and records to
+//             every peer -> (flags of all peers) -> prefix sums over ranks and experts -> targets of
+//             own copies, and the received records with their rows.
+//             Record u of source s at rank d: the u-th token of s, in token order, that has a copy
+//             on d, and the rows of its copies there, ascending. It travels as (local expert, index)
+//             pairs, which need no counts of other ranks, so one exchange is enough.
+// Grid        num_channels blocks; block b owns tokens [b T / C, (b + 1) T / C), in tiles.
+// Invariants  I1 an index is a count of earlier (token, slot) pairs: no atomic decides an order.
+//             I2 rows at or past the capacity are dropped; sender and receiver find the same ones.
+//             I3 local epochs only grow: nothing is reset, a CUDA graph can replay.
+// Ordering    O1 counts and records -> __syncthreads -> fence at system scope -> route_flag.
+//             O2 route_flag (acquire) -> __syncthreads -> reads of counts and records.
+//             O3 the exchange has two buffers, by parity of the epoch. A rank writes epoch e + 1
+//                after it has seen every peer's flag of epoch e; that peer had ended its kernel of
+//                epoch e - 1, the last reader of the buffer.
+//             O4 block counts -> __syncthreads -> release of grid_flag; acquire -> reads of counts.
+// Failure     an expired wait files a fault; ids outside [-1, E) count as dropped and are reported.
+#include "kernels/route_finish.cuh"
+
+namespace ep {
+namespace {
+
+// Counts copies per expert and (token, rank) pairs per rank of this block's tokens.
+__device__ void count_block(const RouteBlock& block) {
+  for (int bin = threadIdx.x; bin < block.num_bins; bin += blockDim.x) {
+    block.shared.running[bin] = 0;
+  }
+  __syncthreads();
+  for (int64_t slot = block.first_slot + threadIdx.x; slot < block.end_slot; slot += blockDim.x) {
+    const Slot choice = read_slot(block, slot);
+    if (choice.expert >= 0) {
+      atomicAdd(&block.shared.running[choice.expert], 1);
+      if (choice.opens_record) {
+        atomicAdd(&block.shared.running[block.num_experts + choice.rank], 1);
+      }
+    }
+  }
+  __syncthreads();
+  int32_t* counts = block.local<int32_t>(block.context.window.block_counts);
+  for (int bin = threadIdx.x; bin < block.num_bins; bin += blockDim.x) {
+    counts[block.channel * block.num_bins + bin] = block.shared.running[bin];
+  }
+}
+
+// Waits until every block of this rank has come here.
+__device__ bool grid_barrier(const RouteBlock& block) {
+  const EpContext& context = block.context;
+  LocalControl* control = block.local<LocalControl>(context.window.local);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    store_release_sys(&control->grid_flag[block.channel], block.watch->epoch);  // O4
+  }
+  for (int other = threadIdx.x; other < block.num_channels; other += blockDim.x) {
+    wait_until(context, block.watch, &control->grid_flag[other], block.watch->epoch,
+               {context.ep_rank, EP_PHASE_ROUTE_GRID, other});
+  }
+  __syncthreads();
+  return block.watch->aborted == 0;
+}
+
+// Leaves the counts of lower blocks in `running` and pushes this rank's totals to its peers.
+__device__ void push_counts(const RouteBlock& block) {
+  const EpContext& context = block.context;
+  const int32_t* counts = block.local<int32_t>(context.window.block_counts);
+  const int num_words = block.num_bins + EP_COUNTS_EXTRA;
+  for (int bin = threadIdx.x; bin < num_words; bin += blockDim.x) {
+    int lower = 0;
+    int total = 0;
+    if (bin < block.num_bins) {
+      for (int other = 0; other < block.num_channels; ++other) {
+        const int count = __ldcg(counts + other * block.num_bins + bin);
+        lower += other < block.channel ? count : 0;
+        total += count;
+      }
+      block.shared.running[bin] = lower;
+    } else {
+      total = extra_word(block, bin - block.num_bins);
+    }
+    for (int peer = block.channel; peer < block.num_ranks; peer += block.num_channels) {
+      block.counts_of(peer, context.ep_rank)[bin] = total;
+    }
+  }
+}
+
+// Per-warp counts of a tile become the first index of each warp for each bin.
+__device__ void prefix_over_warps(const RouteBlock& block) {
+  __syncthreads();
+  for (int bin = threadIdx.x; bin < block.num_bins; bin += blockDim.x) {
+    int first = block.shared.running[bin];
+    for (int warp = 0; warp < kRouteWarps; ++warp) {
+      int32_t& entry = block.shared.warp_first[warp * block.num_bins + bin];
+      const int count = entry;
+      entry = first;
+      first += count;
+    }
+    block.shared.running[bin] = first;
+  }
+  __syncthreads();
+}
+
+// Numbers this lane's slot among those of its warp with the same bin; -1 takes no part.
+__device__ int number_in_warp(int32_t* warp_counts, int bin) {
+  const int lane = threadIdx.x % 32;
+  const unsigned same = __match_any_sync(~0u, bin);
+  const int earlier = __popc(same & ((1u << lane) - 1));
+  const int base = bin >= 0 ? warp_counts[bin] : 0;
+  __syncwarp();
+  if (bin >= 0 && earlier == 0) {
+    warp_counts[bin] = base + __popc(same);
+  }
+  __syncwarp();
+  return base + earlier;
+}
+
+// Gives every slot of the tile its index among this rank's copies of its expert, and every first
+// slot of a (token, rank) pair the index of its record.
+__device__ void number_tile(const RouteBlock& block, int64_t tile_slot, int tile_slots) {
+  const int warp = threadIdx.x / 32;
+  int32_t* warp_counts = block.shared.warp_first + warp * block.num_bins;
+  for (int bin = threadIdx.x % 32; bin < block.num_bins; bin += 32) {
+    warp_counts[bin] = 0;
+  }
+  __syncwarp();
+  int index[kSlotsPerThread];
+  int record[kSlotsPerThread];
+  Slot choice[kSlotsPerThread];
+#pragma unroll
+  for (int i = 0; i < kSlotsPerThread; ++i) {
+    const int slot = (warp * kSlotsPerThread + i) * 32 + threadIdx.x % 32;
+    choice[i] = slot < tile_slots ? read_slot(block, tile_slot + slot) : Slot{-1, -1, false};
+    index[i] = number_in_warp(warp_counts, choice[i].expert);
+    record[i] = number_in_warp(warp_counts,
+                               choice[i].opens_record ? block.num_experts + choice[i].rank : -1);
+  }
+  prefix_over_warps(block);
+#pragma unroll
+  for (int i = 0; i < kSlotsPerThread; ++i) {
+    const int slot = (warp * kSlotsPerThread + i) * 32 + threadIdx.x % 32;
+    if (slot < tile_slots) {
+      const bool valid = choice[i].expert >= 0;
+      const int copy = valid ? index[i] + warp_counts[choice[i].expert] : 0;
+      const int pair =
+          choice[i].opens_record ? record[i] + warp_counts[block.num_experts + choice[i].rank] : -1;
+      keep_slot(block, tile_slot, slot, choice[i], copy, pair);
+    }
+  }
+  __syncthreads();
+}
+
+// Writes each slot's part of its record into the staging area of the record's rank.
+__device__ void push_records(const RouteBlock& block, int tile_slots) {
+  for (int slot = threadIdx.x; slot < tile_slots; slot += blockDim.x) {
+    const int rank = block.shared.slot_rank[slot];
+    if (rank < 0) {
+      continue;
+    }
+    const int first = slot / block.num_topk * block.num_topk;
+    const uint32_t entry = block.shared.slot_entry[slot];
+    int rows = 0;
+    int position = 0;
+    int pair = -1;
+    for (int other = first; other < first + block.num_topk; ++other) {
+      if (block.shared.slot_rank[other] == rank) {
+        ++rows;
+        position += block.shared.slot_entry[other] < entry ? 1 : 0;
+        pair = max(pair, block.shared.slot_pair[other]);
+      }
+    }
+    block.entries_of(rank, block.context.ep_rank)[pair * block.record_stride + position] = entry;
+    if (position == 0) {
+      const auto token = static_cast<uint32_t>(block.tile_token + slot / block.num_topk);
+      block.headers_of(rank, block.context.ep_rank)[pair] = token << kRecordRowsBits | rows;
+    }
+  }
+  __syncthreads();
+}
+
+__device__ void push_tiles(const RouteBlock& block) {
+  RouteBlock tile = block;
+  const int64_t step = static_cast<int64_t>(block.tile_tokens) * block.num_topk;
+  for (int64_t slot = block.first_slot; slot < block.end_slot; slot += step) {
+    const auto slots = static_cast<int>(min_of(step, block.end_slot - slot));
+    tile.tile_token = slot / block.num_topk;
+    number_tile(tile, slot, slots);
+    push_records(tile, slots);
+  }
+}
+
+__device__ void publish(const RouteBlock& block) {
+  __syncthreads();
+  for (int peer = threadIdx.x; peer < block.num_ranks; peer += blockDim.x) {
+    fence_sys();  // O1
+    store_relaxed_sys(block.flag_of(peer), block.watch->epoch);
+  }
+}
+
+__device__ bool wait_for_peers(const RouteBlock& block) {
+  const EpContext& context = block.context;
+  const uint64_t* flags = block.local<uint64_t>(context.window.route_flag);
+  const int words = block.num_ranks * block.num_channels;
+  for (int word = threadIdx.x; word < words; word += blockDim.x) {
+    if (!mutated(context, Mutation::kRouteSkipWait)) {
+      wait_until(context, block.watch, flags + word, block.watch->epoch,  // O2
+                 {word / block.num_channels, EP_PHASE_ROUTE_COUNTS, word % block.num_channels});
+    }
+  }
+  __syncthreads();
+  return block.watch->aborted == 0;
+}
+
+__device__ void exchange(const RouteBlock& block) {
+  if (mutated(block.context, Mutation::kRouteFlagFirst)) {
+    publish(block);
+    test_stall(block.context);
+  }
+  push_counts(block);
+  __syncthreads();
+  push_tiles(block);
+  publish(block);
+}
+
+__device__ void route(const EpRouteArgs& args, int channel, char* shared, Watch* watch) {
+  begin_launch(args.context, kRoute, watch);
+  const RouteBlock block(args, channel, shared, watch);
+  count_block(block);
+  if (grid_barrier(block)) {
+    exchange(block);
+    if (wait_for_peers(block)) {
+      finish_route(block);
+    }
+  }
+  end_launch(args.context, kRoute, *watch);
+}
+
+template <int kRanks>
+__global__ void __launch_bounds__(kRouteThreads, 1)
+    route_kernel(const __grid_constant__ World<EpRouteArgs, kRanks> world) {
+  extern __shared__ __align__(16) char shared[];
+  __shared__ Watch watch;
+  const int channels = world.rank[0].context.shape.num_channels;
+  route(world.rank[rank_of_block<kRanks>(channels)], static_cast<int>(blockIdx.x) % channels,
+        shared, &watch);
+}
+
+}  // namespace
+
+cudaError_t launch_route(const EpRouteArgs* ranks, int num_ranks, cudaStream_t stream) {
+  const LaunchShape shape = {kRouteThreads, route_shared_bytes(ranks[0].context)};
+  return num_ranks == 1 ? launch_with<EpRouteArgs, 1>(route_kernel<1>, ranks, 1, shape, stream)
+                        : launch_with<EpRouteArgs, EP_WORLD_RANKS>(route_kernel<EP_WORLD_RANKS>,
+                                                                   ranks, num_ranks, shape, stream);
+}
+
+}  // namespace ep

@@ -1,0 +1,186 @@
+// route, shared pieces: what a block knows, where it keeps it, and the steps after the exchange.
+#pragma once
+
+#include "core/window_layout.h"
+#include "kernels/launch.cuh"
+
+namespace ep {
+
+constexpr int kRouteThreads = 512;
+constexpr int kRouteWarps = kRouteThreads / 32;
+constexpr int kSlotsPerThread = 4;
+constexpr int kTileSlots = kRouteThreads * kSlotsPerThread;
+
+// bad_slot: epoch above, complement of the lowest bad slot below, so that a maximum keeps both.
+constexpr int kBadSlotBits = 27;
+constexpr uint64_t kBadSlotMask = (1ull << kBadSlotBits) - 1;
+
+// A slot's choice. `opens_record`: no lower slot of its token goes to the same rank.
+struct Slot {
+  int expert, rank;
+  bool opens_record;
+};
+
+// Shared memory of a block. The second group takes the place of the first after the exchange.
+struct RouteShared {
+  int32_t* running;      // [E + P] counts so far
+  int32_t* warp_first;   // [warps][E + P]
+  uint32_t* slot_entry;  // [kTileSlots] local expert and index
+  int32_t* slot_rank;    // [kTileSlots]
+  int32_t* slot_pair;    // [kTileSlots] record that the slot opens; -1
+
+  uint32_t* row_base;     // [E] row of this rank's first copy for each expert
+  uint32_t* offset;       // [E] first row of each expert on its owner, by place in expert_order
+  uint32_t* local_base;   // [L][P] row of each source's first copy for each local expert
+  int32_t* record_first;  // [P + 1] records of lower sources
+  uint32_t* warp_sums;    // [warps]
+};
+
+__host__ __device__ inline int64_t route_count_words(const EpWindowShape& shape) {
+  return int64_t{kRouteWarps + 1} * (shape.num_experts + shape.ep_size);
+}
+
+__host__ __device__ inline int64_t route_base_words(const EpContext& context) {
+  const EpWindowShape& shape = context.shape;
+  return 2 * int64_t{shape.num_experts} + int64_t{context.num_local_experts} * shape.ep_size +
+         shape.ep_size + 1 + kRouteWarps;
+}
+
+inline int64_t route_shared_bytes(const EpContext& context) {
+  return 4 * (max_of(route_count_words(context.shape), route_base_words(context)) +
+              3 * int64_t{kTileSlots});
+}
+
+// One block's view of the call.
+struct RouteBlock {
+  __device__ RouteBlock(const EpRouteArgs& route_args, int block_channel, char* memory, Watch* w)
+      : args(route_args), context(route_args.context), peers(route_args.context), watch(w) {
+    channel = block_channel;
+    num_channels = context.shape.num_channels;
+    num_ranks = context.shape.ep_size;
+    num_experts = context.shape.num_experts;
+    num_bins = num_experts + num_ranks;
+    num_topk = args.plan.num_topk;
+    record_stride = context.shape.num_topk;
+    index_bits = bits_for(context.shape.max_tokens * context.shape.num_topk + 1);
+    const int64_t tokens = args.plan.num_tokens;
+    first_slot = tokens * channel / num_channels * num_topk;
+    end_slot = tokens * (channel + 1) / num_channels * num_topk;
+    tile_tokens = kTileSlots / num_topk;
+    tile_token = 0;
+    divide(reinterpret_cast<uint32_t*>(memory));
+  }
+
+  // Splits the block's shared memory.
+  __device__ void divide(uint32_t* words) {
+    shared.slot_entry = words;
+    shared.slot_rank = reinterpret_cast<int32_t*>(words + kTileSlots);
+    shared.slot_pair = reinterpret_cast<int32_t*>(words + 2 * kTileSlots);
+    uint32_t* rest = words + 3 * kTileSlots;
+    shared.running = reinterpret_cast<int32_t*>(rest);
+    shared.warp_first = shared.running + num_bins;
+    shared.row_base = rest;
+    shared.offset = shared.row_base + num_experts;
+    shared.local_base = shared.offset + num_experts;
+    uint32_t* after = shared.local_base + context.num_local_experts * num_ranks;
+    shared.record_first = reinterpret_cast<int32_t*>(after);
+    shared.warp_sums = after + num_ranks + 1;
+  }
+
+  template <class T>
+  __device__ T* local(int64_t offset) const {
+    return peers.at<T>(context.ep_rank, offset);
+  }
+
+  // O3: which of the two exchange buffers this launch uses.
+  __device__ int64_t parity() const {
+    return mutated(context, Mutation::kRouteOneBuffer) ? 0 : static_cast<int64_t>(watch->epoch % 2);
+  }
+
+  // Counts row, record headers and entries that `source` leaves at `rank`.
+  __device__ int32_t* counts_of(int rank, int source) const {
+    const int64_t row = parity() * num_ranks + source;
+    return peers.at<int32_t>(rank, context.window.counts) + row * (num_bins + EP_COUNTS_EXTRA);
+  }
+  __device__ uint32_t* headers_of(int rank, int source) const {
+    const int64_t row = parity() * num_ranks + source;
+    return peers.at<uint32_t>(rank, context.window.record_header) + row * context.shape.max_tokens;
+  }
+  __device__ uint32_t* entries_of(int rank, int source) const {
+    const int64_t row = parity() * num_ranks + source;
+    return peers.at<uint32_t>(rank, context.window.record_entry) +
+           row * context.shape.max_tokens * record_stride;
+  }
+  // The word at `peer` that says that this block's part has arrived.
+  __device__ uint64_t* flag_of(int peer) const {
+    return peers.at<uint64_t>(peer, context.window.route_flag) + context.ep_rank * num_channels +
+           channel;
+  }
+
+  const EpRouteArgs& args;
+  const EpContext& context;
+  Peers peers;
+  Watch* watch;
+  RouteShared shared;
+  int channel, num_channels, num_ranks, num_experts, num_bins, num_topk, record_stride, index_bits;
+  int tile_tokens;
+  int64_t first_slot, end_slot, tile_token;
+};
+
+// Reads a slot; an id outside [-1, E) is noted and counts as dropped.
+__device__ inline Slot read_slot(const RouteBlock& block, int64_t slot) {
+  const int64_t* topk_idx = block.args.topk_idx;
+  const int64_t expert = topk_idx[slot];
+  if (expert < 0 || expert >= block.num_experts) {
+    if (expert != -1) {
+      LocalControl* control = block.local<LocalControl>(block.context.window.local);
+      const uint64_t note = block.watch->epoch << kBadSlotBits | (kBadSlotMask - slot);
+      atomicMax(reinterpret_cast<unsigned long long*>(&control->bad_slot), note);
+    }
+    return {-1, -1, false};
+  }
+  const int rank = __ldg(block.context.expert_rank + expert);
+  bool opens = true;
+  for (int64_t lower = slot / block.num_topk * block.num_topk; lower < slot; ++lower) {
+    const int64_t other = topk_idx[lower];
+    if (other >= 0 && other < block.num_experts) {
+      opens = opens && __ldg(block.context.expert_rank + other) != rank;
+    }
+  }
+  return {static_cast<int>(expert), rank, opens};
+}
+
+// The slot of this rank with a bad id, lowest first; -1 where there is none. After the grid barrier.
+__device__ inline int64_t bad_slot(const RouteBlock& block) {
+  const LocalControl* control = block.local<LocalControl>(block.context.window.local);
+  const uint64_t note = load_relaxed_sys(&control->bad_slot);
+  return note >> kBadSlotBits == block.watch->epoch
+             ? static_cast<int64_t>(kBadSlotMask - (note & kBadSlotMask))
+             : -1;
+}
+
+// Words after the counts in this rank's message.
+__device__ inline int extra_word(const RouteBlock& block, int word) {
+  if (word == 0) {
+    return static_cast<int>(block.args.plan.num_tokens);
+  }
+  return word == 1 ? block.args.alignment : (bad_slot(block) >= 0 ? 1 : 0);
+}
+
+// Keeps a slot's index for the push (shared) and for the targets after the exchange (plan).
+__device__ inline void keep_slot(const RouteBlock& block, int64_t tile_slot, int slot, Slot choice,
+                                 int copy, int pair) {
+  uint32_t entry = ~0u;
+  if (choice.expert >= 0) {
+    const int local = __ldg(block.context.expert_local + choice.expert);
+    entry = static_cast<uint32_t>(local) << block.index_bits | static_cast<uint32_t>(copy);
+  }
+  block.shared.slot_entry[slot] = entry;
+  block.shared.slot_rank[slot] = choice.rank;
+  block.shared.slot_pair[slot] = pair;
+  block.args.plan.dst_row[tile_slot + slot] = copy;
+  block.args.plan.contributor[tile_slot + slot] =
+      pair < 0 ? kNoContributor : static_cast<uint64_t>(pair);
+}
+
+}  // namespace ep

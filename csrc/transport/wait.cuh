@@ -1,0 +1,94 @@
+// Every wait for another thread block or another rank goes through here, and none is unbounded.
+//
+// A wait that expires files one EpFault for its rank in pinned host memory, then sets the error
+// word of every peer, so that they leave as well. Nothing traps: each block returns, the CUDA
+// context survives, and the host raises EpTimeoutError. A group that saw a fault is finished: its
+// epochs no longer agree.
+#pragma once
+
+#include "transport/memory.cuh"
+#include "transport/peers.cuh"
+
+namespace ep {
+
+// One per block, in shared memory: when its waits expire, and whether one has.
+struct Watch {
+  uint64_t deadline_ns;
+  uint64_t epoch;
+  volatile int aborted;
+};
+
+// What a wait is for; goes into the fault.
+struct WaitingFor {
+  int peer;
+  EpPhase phase;
+  int channel;
+};
+
+__device__ inline void file_fault(const EpContext& context, WaitingFor who, uint64_t expected,
+                                  uint64_t seen) {
+  const Peers peers(context);
+  LocalControl* local = peers.at<LocalControl>(context.ep_rank, context.window.local);
+  if (atomicExch(&local->fault_claimed, 1u) == 0) {
+    EpFault* fault = context.fault;
+    fault->rank = context.ep_rank;
+    fault->peer = who.peer;
+    fault->phase = who.phase;
+    fault->channel = who.channel;
+    fault->expected = expected;
+    fault->seen = seen;
+    store_release_sys(&fault->filed, 1);
+  }
+  for (int rank = 0; rank < context.shape.ep_size; ++rank) {
+    store_relaxed_sys(peers.at<uint64_t>(rank, context.window.error), 1 + context.ep_rank);
+  }
+}
+
+// Whether this block should leave: its own deadline has passed, or a peer has filed a fault.
+__device__ inline bool must_leave(const EpContext& context, Watch* watch) {
+  if (watch->aborted != 0) {
+    return true;
+  }
+  const Peers peers(context);
+  if (load_relaxed_sys(peers.at<uint64_t>(context.ep_rank, context.window.error)) != 0) {
+    watch->aborted = 1;
+    return true;
+  }
+  return false;
+}
+
+// Waits until `word` is at least `expected`; acquires what its writer released (system scope).
+// False: the wait expired or a peer failed; the caller returns without touching anything else.
+__device__ inline bool wait_until(const EpContext& context, Watch* watch, const uint64_t* word,
+                                  uint64_t expected, WaitingFor who) {
+  constexpr uint32_t kPollsPerCheck = 64;
+  for (uint32_t polls = 1;; ++polls) {
+    if (load_relaxed_sys(word) >= expected) {
+      load_acquire_sys(word);
+      return true;
+    }
+    if (polls % kPollsPerCheck != 0) {
+      continue;
+    }
+    if (must_leave(context, watch)) {
+      return false;
+    }
+    if (time_ns() > watch->deadline_ns) {
+      file_fault(context, who, expected, load_relaxed_sys(word));
+      watch->aborted = 1;
+      return false;
+    }
+  }
+}
+
+// Waits for a phase of a barrier in shared memory; false if the block has to leave.
+__device__ inline bool mbarrier_wait(Watch* watch, uint64_t* barrier, uint32_t parity) {
+  while (!mbarrier_try(barrier, parity)) {
+    if (watch->aborted != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace ep

@@ -1,0 +1,226 @@
+"""Time plan, dispatch and combine with all ranks as one launch on one GPU; no processes, no NCCL.
+
+    python -m ep_dispatcher.bench.kernels_one_gpu --out results.jsonl
+
+Every setting is first compared with the specification, bit for bit; then each kernel is timed by
+CUDA events over its one launch (so the time is that of the slowest rank), with the L2 swept
+between rounds. Needs the module that scripts/gpu_kernels.sh builds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ep_dispatcher.bench.one_gpu import KernelPlan, OneGpuWorld, WorldShape, load_kernels
+from ep_dispatcher.bench.one_gpu_spec import Round, assert_same_bits, make_round
+from ep_dispatcher.bench.results import ResultLog, summarise_times
+from ep_dispatcher.routing import RoutingSpec, make_topk_idx
+
+_SWEEP_BYTES = 256 << 20  # several times the L2
+_WARM_UP = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One line of the table: `num_sms` blocks for each of `ranks` ranks."""
+
+    hidden: int
+    num_topk: int
+    num_experts: int
+    num_sms: int
+    num_tokens: int = 4096
+    ranks: int = 4
+    ring_depth: int = 8
+    duplicate: int = 0
+
+
+SETTINGS = [
+    *(Setting(hidden=7168, num_topk=8, num_experts=256, num_sms=sms) for sms in (8, 16, 32)),
+    *(Setting(hidden=2880, num_topk=4, num_experts=128, num_sms=sms) for sms in (8, 16, 32)),
+    *(Setting(hidden=4096, num_topk=2, num_experts=8, num_sms=sms) for sms in (8, 16, 32)),
+]
+
+
+class Bench:
+    """A setting's world, checked on construction.
+
+    Args:
+        setting: what to run.
+        kernels: the extension module.
+    """
+
+    def __init__(self, setting: Setting, kernels: object) -> None:
+        """Make inputs, run one round and compare it with the specification."""
+        self.setting = setting
+        copies = setting.num_tokens * setting.num_topk
+        row_bytes = 2 * setting.hidden
+        self.world = OneGpuWorld(
+            WorldShape(
+                ep_size=setting.ranks,
+                num_experts=setting.num_experts,
+                num_topk=setting.num_topk,
+                hidden=setting.hidden,
+                max_tokens=setting.num_tokens,
+                num_channels=setting.num_sms,
+                ring_depth=setting.ring_depth,
+                output_bytes=copies * 5 // 4 * (row_bytes + 4),
+            ),
+            kernels,
+        )
+        spec = RoutingSpec(
+            name="uniform", num_experts=setting.num_experts, num_topk=setting.num_topk
+        )
+        routing = [make_topk_idx(spec, setting.num_tokens, r) for r in range(setting.ranks)]
+        self.work: Round = make_round(self.world, routing)
+        self.plans: list[KernelPlan] = [
+            self.world.new_plan(rank, *topk.shape) for rank, topk in enumerate(routing)
+        ]
+        self.outputs = self.world.new_outputs(self.work.rows, weights=True)
+        self.out = [torch.full_like(rows, float("nan")) for rows in self.work.x]
+        self.grads = [torch.full_like(w, float("nan")) for w in self.work.topk_weights]
+        self.calls = {
+            "plan": ("route", self.world.route_calls(self.plans, self.work.topk_idx)),
+            "dispatch": (
+                "dispatch",
+                self.world.dispatch_calls(
+                    self.plans, self.work.x, self.work.topk_weights, self.outputs, setting.duplicate
+                ),
+            ),
+            "combine": (
+                "combine",
+                self.world.combine_calls(self.plans, self.work.expert_out, self.out),
+            ),
+            "dispatch_backward": (
+                "combine",
+                self.world.combine_calls(
+                    self.plans, self.work.expert_out, self.out, self.work.row_grads, self.grads
+                ),
+            ),
+        }
+        self._sweep = torch.empty(_SWEEP_BYTES, dtype=torch.uint8, device=self.world.device)
+
+    def check(self) -> None:
+        """Compare one round with the specification.
+
+        Raises:
+            AssertionError: a bit differs.
+        """
+        for phase in self.calls:
+            self.run(phase)
+        for rank, (recv_x, recv_weights) in enumerate(self.outputs):
+            assert recv_weights is not None
+            assert_same_bits("recv_x", recv_x, self.work.recv_x[rank])
+            assert_same_bits("recv_weights", recv_weights, self.work.recv_weights[rank])
+            assert_same_bits("out", self.out[rank], self.work.out[rank])
+            assert_same_bits("weights_grad", self.grads[rank], self.work.weight_grads[rank])
+
+    def run(self, phase: str) -> None:
+        """Launch one kernel for all ranks."""
+        name, calls = self.calls[phase]
+        self.world.launch(name, calls)
+
+    def time_us(self, phase: str, rounds: int) -> list[float]:
+        """Times of one kernel, each with a cold L2."""
+        return time_rounds_us(lambda: self.run(phase), rounds, self._sweep)
+
+
+def time_rounds_us(call: Callable[[], None], rounds: int, sweep: Tensor) -> list[float]:
+    """Event times of `call`, each after a write of `sweep`; warm-up rounds left out."""
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(rounds + _WARM_UP)
+    ]
+    for start, end in events:
+        sweep.fill_(1)
+        torch.cuda._sleep(20_000)  # so that the launch is queued before the clock starts
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return [1000 * start.elapsed_time(end) for start, end in events[_WARM_UP:]]
+
+
+def copy_rate_gbps(rounds: int = 10) -> float:
+    """Device-to-device copy, bytes read plus bytes written: this run's ceiling."""
+    source = torch.ones(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    times = time_rounds_us(copy, rounds, target)
+    return 2 * source.numel() / sorted(times)[rounds // 2] / 1e3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all settings, print a table, append one line for each phase."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=None, help="JSON lines file to append to")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--only", type=int, default=None, help="number of SMs; default all")
+    options = parser.parse_args(arguments)
+    log = options.out and ResultLog(
+        options.out, ["python", "-m", "ep_dispatcher.bench.kernels_one_gpu", *sys.argv[1:]]
+    )
+    kernels = load_kernels()
+    ceiling = copy_rate_gbps()
+    print(f"device copy {ceiling:.0f} GB/s read plus written")  # noqa: T201
+    for setting in SETTINGS:
+        if options.only in (None, setting.num_sms):
+            _report(setting, kernels, log, options.rounds, ceiling)
+    return 0
+
+
+def _report(
+    setting: Setting, kernels: object, log: ResultLog | None, rounds: int, ceiling: float
+) -> None:
+    bench = Bench(setting, kernels)
+    bench.check()
+    copies = setting.num_tokens * setting.num_topk
+    row_bytes = 2 * setting.hidden
+    cells = []
+    for phase in bench.calls:
+        times = summarise_times(bench.time_us(phase, rounds))
+        payload = 0 if phase == "plan" else copies * row_bytes
+        per_sm = payload / float(times["median_us"]) / 1e3 / setting.num_sms
+        cells.append(f"{phase} {times['median_us']:7.1f} (min {times['min_us']:.1f}) {per_sm:5.1f}")
+        if log:
+            log.write(
+                sharing="one launch",
+                suite="one_domain",
+                backend="ep_dispatcher/device",
+                phase=phase,
+                layout="expert_major",
+                ranks=setting.ranks,
+                domains=1,
+                num_sms=setting.num_sms,
+                num_tokens=setting.num_tokens,
+                hidden=setting.hidden,
+                num_topk=setting.num_topk,
+                num_experts=setting.num_experts,
+                dtype="bfloat16",
+                routing="uniform",
+                seed=0,
+                checked=True,
+                ceiling_GBps=round(ceiling),
+                launches=1,
+                **times,
+            )
+    print(  # noqa: T201
+        f"H={setting.hidden} K={setting.num_topk} E={setting.num_experts} "
+        f"SMs={setting.num_sms}: " + " | ".join(cells),
+        flush=True,
+    )
+    del bench
+    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""Deadlines name who is missing, and each ordering claim of the kernels is needed.
+
+The negative controls take one claim away (csrc/kernels/mutation.cuh), make one rank late where it
+matters, and must see wrong data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from kernel_world import (
+    check_plans,
+    check_round,
+    check_rows,
+    check_sums,
+    combine,
+    dispatch,
+    new_round,
+    new_world,
+    route,
+    routing_of,
+)
+from torch import Tensor
+
+from ep_dispatcher.bench.one_gpu import OneGpuWorld
+from ep_dispatcher.bench.one_gpu_spec import Round, make_round
+
+pytestmark = [pytest.mark.gpu(1), pytest.mark.fault]
+
+ROUTE_COUNTS, DISPATCH_READY, COMBINE_READY, COMBINE_PARTIAL = 2, 3, 5, 7  # EpPhase
+LATE_RANK = 3
+LATE_US = 3000
+
+
+def _calls(world: OneGpuWorld, work: Round, name: str) -> list[object]:
+    """Arguments of one kernel of a round whose plan is made."""
+    plans = route(world, work)
+    if name == "route":
+        return world.route_calls(plans, work.topk_idx)
+    if name == "dispatch":
+        outputs = world.new_outputs(work.rows, weights=True)
+        return world.dispatch_calls(plans, work.x, work.topk_weights, outputs)
+    out = [torch.empty_like(rows) for rows in work.x]
+    return world.combine_calls(plans, work.expert_out, out)
+
+
+@pytest.mark.parametrize(
+    ("name", "phases"),
+    [
+        ("route", {ROUTE_COUNTS}),
+        ("dispatch", {DISPATCH_READY}),
+        ("combine", {COMBINE_READY, COMBINE_PARTIAL}),
+    ],
+)
+def test_a_rank_that_never_calls_is_named(name: str, phases: set[int]) -> None:
+    world = new_world(timeout_s=0.2)
+    work = new_round(world, "uniform")
+    check_round(world, work)
+    calls = _calls(world, work, name)
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    world.launch(name, calls[:LATE_RANK])
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < 1.2
+    filed = [fault for fault in map(world.fault, range(LATE_RANK)) if fault.filed]
+    assert filed, "nobody filed a fault"
+    assert {fault.phase for fault in filed} <= phases
+    assert LATE_RANK in {fault.peer for fault in filed}
+    fresh = new_world()
+    check_round(fresh, new_round(fresh))
+
+
+@pytest.mark.parametrize("name", ["route", "dispatch", "combine"])
+def test_a_rank_past_the_deadline_is_named_and_one_before_it_is_not(name: str) -> None:
+    world = new_world(mutations=True, timeout_s=0.3)
+    work = new_round(world, "uniform")
+    check_round(world, work)
+    world.contexts[LATE_RANK].test_delay_us = 100_000
+    check_round(world, work)
+    world.contexts[LATE_RANK].test_delay_us = 0
+    calls = _calls(world, work, name)
+    for call in calls:
+        context = call.context  # type: ignore[attr-defined]
+        context.test_delay_us = 700_000 if context.ep_rank == LATE_RANK else 0
+        call.context = context  # type: ignore[attr-defined]
+    world.launch(name, calls)
+    torch.cuda.synchronize()
+    filed = [fault for fault in map(world.fault, range(LATE_RANK)) if fault.filed]
+    assert LATE_RANK in {fault.peer for fault in filed}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_delays_change_nothing(seed: int) -> None:
+    world = new_world(mutations=True, ring_depth=2)
+    generator = torch.Generator().manual_seed(seed)
+    works = [new_round(world, kind, seed=seed) for kind in ("uniform", "duplicates", "skewed")]
+    for work in works * 3:
+        delays = torch.randint(0, 400, (4,), generator=generator).tolist()
+        for context, delay in zip(world.contexts, delays, strict=True):
+            context.test_delay_us = delay
+        check_round(world, work, streams=bool(seed % 2))
+
+
+def _mutate(world: OneGpuWorld, mutation: int, late_rank: int = LATE_RANK) -> None:
+    for context in world.contexts:
+        context.test_mutation = mutation
+        context.test_delay_us = LATE_US if context.ep_rank == late_rank else 0
+
+
+def _warm_world(**sizes: object) -> OneGpuWorld:
+    """A mutated world whose kernels are loaded, also those of a single rank."""
+    alone = new_world(mutations=True, ep_size=1)
+    check_round(alone, new_round(alone), streams=True)
+    world = new_world(mutations=True, **sizes)
+    check_round(world, new_round(world, seed=7))
+    return world
+
+
+def _fails(check: Callable[[], None]) -> bool:
+    torch.cuda.synchronize()
+    try:
+        check()
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("mutation", [0, 1, 2])
+def test_route_needs_its_flag_order_and_its_wait(mutation: int) -> None:
+    """Claims O1 and O2 of route; mutation 0 is the control that must pass."""
+    world = _warm_world()
+    _mutate(world, mutation)
+    works = [new_round(world, kind, seed=seed) for seed, kind in enumerate(["uniform", "skewed"])]
+    failures = []
+    for work in works:
+        plans = route(world, work)
+        failures.append(_fails(lambda: check_plans(world, work, plans)))  # noqa: B023
+    assert any(failures) == (mutation != 0)
+
+
+@pytest.mark.parametrize("mutation", [0, 3])
+def test_route_needs_two_buffers(mutation: int) -> None:
+    """Claim O3 of route: rank 3 still reads epoch e while the others write epoch e + 1."""
+    world = _warm_world()
+    _mutate(world, mutation)
+    works = [new_round(world, kind, seed=seed) for seed, kind in enumerate(["uniform", "skewed"])]
+    plans = [
+        [world.new_plan(rank, *topk.shape) for rank, topk in enumerate(work.topk_idx)]
+        for work in works
+    ]
+    calls = [world.route_calls(own, work.topk_idx) for own, work in zip(plans, works, strict=True)]
+    with world.rank_streams(4) as streams:
+        for call in calls:
+            world.launch_on(streams, "route", call)
+    failed = _fails(lambda: check_plans(world, works[0], plans[0]))
+    assert failed == (mutation != 0)
+
+
+def _rows_at_the_end_of_each_kernel(
+    world: OneGpuWorld, work: Round
+) -> Sequence[tuple[Tensor, Tensor | None]]:
+    """Copies that each rank takes as soon as its own dispatch kernel has ended."""
+    plans = route(world, work)
+    outputs = world.new_outputs(work.rows, weights=True)
+    calls = world.dispatch_calls(plans, work.x, work.topk_weights, outputs)
+    copies = [(torch.empty_like(rows), torch.empty_like(weights)) for rows, weights in outputs
+              if weights is not None]  # fmt: skip
+    with world.rank_streams(4) as streams:
+        world.launch_on(streams, "dispatch", calls)
+        for stream, copy, output in zip(streams, copies, outputs, strict=True):
+            with torch.cuda.stream(stream):
+                for to, source in zip(copy, output, strict=True):
+                    assert source is not None
+                    to.copy_(source)
+    return copies
+
+
+@pytest.mark.parametrize("mutation", [0, 11, 12])
+def test_dispatch_needs_its_flag_order_and_its_last_wait(mutation: int) -> None:
+    """Claims O1 and O2 of dispatch: rows are there when a rank's own kernel ends."""
+    world = _warm_world()
+    work = new_round(world, "uniform")
+    _mutate(world, mutation)
+    copies = _rows_at_the_end_of_each_kernel(world, work)
+    assert _fails(lambda: check_rows(work, copies)) == (mutation != 0)
+
+
+@pytest.mark.parametrize("mutation", [0, 13])
+def test_dispatch_needs_its_entry(mutation: int) -> None:
+    """Claim O3 of dispatch: without it, rows go where the last launch wanted them."""
+    world = _warm_world()
+    work = new_round(world, "uniform")
+    plans = route(world, work)
+    dispatch(world, work, plans, shift_bytes=0)
+    _mutate(world, mutation)
+    outputs = dispatch(world, work, plans, shift_bytes=4096)
+    assert _fails(lambda: check_rows(work, outputs)) == (mutation != 0)
+
+
+@pytest.mark.parametrize("mutation", [0, 21, 22, 23])
+def test_combine_needs_its_flag_order_its_wait_and_its_credits(mutation: int) -> None:
+    """Claims O1, O2 and O3 of combine."""
+    world = _warm_world(ring_depth=1)
+    work = new_round(world, "uniform")
+    plans = route(world, work)
+    _mutate(world, mutation)
+    for context in world.contexts:
+        context.test_delay_us //= 10  # it stalls at every row
+    sums = combine(world, work, plans)
+    assert _fails(lambda: check_sums(work, sums)) == (mutation != 0)
+
+
+@pytest.mark.parametrize("mutation", [0, 24])
+def test_combine_needs_its_entry(mutation: int) -> None:
+    """Claim O4 of combine: rank 3 still reads its rings while the others start the next launch."""
+    world = _warm_world(ring_depth=32, num_channels=1)
+    works = [
+        make_round(world, routing_of("uniform", [24] * 4, 4, 16, seed), seed=seed)
+        for seed in range(2)
+    ]
+    plans = [route(world, work) for work in works]
+    torch.cuda.synchronize()
+    _mutate(world, mutation)
+    sums, calls = [], []
+    for work, own in zip(works, plans, strict=True):
+        out = [torch.full_like(rows, float("nan")) for rows in work.x]
+        grads = [torch.full_like(weights, float("nan")) for weights in work.topk_weights]
+        sums.append((out, grads))
+        calls.append(world.combine_calls(own, work.expert_out, out, work.row_grads, grads))
+    with world.rank_streams(4) as streams:
+        for call in calls:
+            world.launch_on(streams, "combine", call)
+    assert _fails(lambda: check_sums(works[0], sums[0])) == (mutation != 0)

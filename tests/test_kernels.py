@@ -1,0 +1,252 @@
+"""The kernels equal the specification bit for bit, on one GPU with all ranks in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_world import (
+    check_plans,
+    check_round,
+    check_rows,
+    check_sums,
+    combine,
+    dispatch,
+    new_round,
+    new_world,
+    route,
+    routing_of,
+)
+
+from ep_dispatcher.bench.one_gpu_spec import make_round
+
+pytestmark = pytest.mark.gpu(1)
+
+
+@pytest.mark.parametrize(
+    "kind", ["uniform", "skewed", "all_to_one", "duplicates", "mostly_dropped"]
+)
+@pytest.mark.parametrize("ep_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("alignment", [1, 16, 128])
+def test_a_round_equals_the_specification(kind: str, ep_size: int, alignment: int) -> None:
+    world = new_world(ep_size=ep_size)
+    check_round(world, new_round(world, kind, seed=ep_size, alignment=alignment))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("hidden", [8, 72, 1024, 2880, 7168, 7176, 16384])
+def test_rows_of_any_length_and_type(dtype: torch.dtype, exact: bool, hidden: int) -> None:
+    world = new_world(hidden=hidden, dtype=dtype, exact=exact, max_tokens=40)
+    check_round(world, new_round(world))
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_topk"), [(4, 1), (10, 2), (16, 4), (64, 22), (64, 33), (256, 8), (300, 64)]
+)
+def test_any_number_of_experts_and_slots(num_experts: int, num_topk: int) -> None:
+    world = new_world(num_experts=num_experts, num_topk=num_topk, max_tokens=100)
+    check_round(world, new_round(world, "uniform"))
+    check_round(world, new_round(world, "duplicates"))
+
+
+@pytest.mark.parametrize(
+    "tokens", [[0, 0, 0, 0], [1, 1, 1, 1], [0, 77, 0, 5], [1, 0, 0, 0], [128, 63, 64, 65]]
+)
+def test_any_number_of_tokens(tokens: list[int]) -> None:
+    world = new_world()
+    for kind in ("uniform", "duplicates"):
+        check_round(world, make_round(world, routing_of(kind, tokens, 4, 16)))
+
+
+def test_a_token_may_choose_all_experts_of_a_rank() -> None:
+    world = new_world(num_experts=16, num_topk=4)
+    routing = [torch.arange(4 * rank, 4 * rank + 4).expand(50, 4).contiguous() for rank in range(4)]
+    check_round(world, make_round(world, routing))
+
+
+def test_experts_may_live_anywhere() -> None:
+    world = new_world(num_experts=7, expert_rank=(3, 0, 2, 0, 1, 3, 3))
+    check_round(world, new_round(world))
+
+
+def test_k_may_differ_from_call_to_call() -> None:
+    world = new_world()
+    for num_topk in (4, 1, 3, 2):
+        check_round(world, make_round(world, routing_of("duplicates", [64] * 4, num_topk, 16)))
+
+
+@pytest.mark.parametrize("num_channels", [1, 2, 3, 8, 16])
+def test_the_number_of_blocks_does_not_change_a_bit(num_channels: int) -> None:
+    world = new_world(num_channels=num_channels)
+    check_round(world, new_round(world))
+
+
+@pytest.mark.parametrize("ring_depth", [1, 2, 32])
+def test_the_ring_may_have_any_depth(ring_depth: int) -> None:
+    world = new_world(ring_depth=ring_depth, num_channels=2)
+    check_round(world, new_round(world))
+    check_round(world, new_round(world, "all_to_one"))
+
+
+def test_many_tokens_in_several_tiles_of_a_block() -> None:
+    world = new_world(hidden=8, max_tokens=9000, num_channels=2, num_topk=8, num_experts=64)
+    check_round(world, new_round(world, "skewed"))
+
+
+@pytest.mark.parametrize("capacity_rows", [0, 1, 100, 333, 100000])
+def test_rows_past_the_capacity_are_dropped_on_both_sides(capacity_rows: int) -> None:
+    world = new_world(num_channels=3)
+    for alignment in (1, 16):
+        work = new_round(world, "skewed", alignment=alignment, capacity_rows=capacity_rows)
+        check_round(world, work)
+
+
+def test_a_sum_of_one_term_keeps_its_bits_and_of_none_is_plus_zero() -> None:
+    world = new_world(dtype=torch.float16, num_topk=2)
+    routing = [torch.full((20, 2), -1) for _ in range(4)]
+    routing[1][3, 0] = 7
+    work = make_round(world, routing)
+    work.expert_out[1].fill_(-0.0)
+    plans = route(world, work)
+    out, _ = combine(world, work, plans)
+    bits = out[1].view(torch.int16)
+    assert bits[3].tolist() == [-32768] * world.shape.hidden
+    bits[3] = 0
+    assert not bits.any()
+
+
+def test_sums_follow_the_specified_order() -> None:
+    """2^24, 1, -2^24 sum to 0 or 1 depending on the order."""
+    world = new_world(ep_size=1, num_experts=3, num_topk=3, dtype=torch.float32, hidden=8)
+    routing = [torch.tensor([[2, 0, 1], [0, 1, 2]])]
+    work = make_round(world, routing)
+    for expert, value in enumerate([2.0**24, 1.0, -(2.0**24)]):
+        work.expert_out[0][2 * expert : 2 * expert + 2] = value
+    out, _ = combine(world, work, route(world, work))
+    assert out[0].tolist() == [[0.0] * 8] * 2
+
+
+def test_plans_may_be_used_in_any_order_and_any_number_of_times() -> None:
+    world = new_world()
+    first, second = new_round(world, seed=1), new_round(world, "skewed", seed=2, alignment=16)
+    plans = {0: route(world, first), 1: route(world, second)}
+    work = {0: first, 1: second}
+    for at in (0, 1, 0, 0, 1):
+        check_rows(work[at], dispatch(world, work[at], plans[at]))
+    for at in (1, 1, 0, 1, 0):
+        check_sums(work[at], combine(world, work[at], plans[at]))
+    check_rows(first, dispatch(world, first, plans[0]))
+
+
+def test_a_thousand_epochs_with_changing_routing() -> None:
+    world = new_world(hidden=64)
+    works = [new_round(world, kind, seed=seed) for seed in range(3)
+             for kind in ("uniform", "duplicates", "mostly_dropped")]  # fmt: skip
+    for epoch in range(1000):
+        work = works[epoch * 7 % len(works)]
+        plans = route(world, work)
+        rows = dispatch(world, work, plans, shift_bytes=16 * (epoch % 5))
+        sums = combine(world, work, plans)
+        if epoch % 10 == 9:
+            check_plans(world, work, plans)
+        check_rows(work, rows)
+        check_sums(work, sums)
+
+
+def test_one_launch_for_each_rank_gives_the_same() -> None:
+    world = new_world()
+    check_round(world, new_round(world, "uniform"))  # loads the kernels before any of them waits
+    warm = new_world(ep_size=1)
+    check_round(warm, new_round(warm, "uniform"), streams=True)
+    for seed in range(20):
+        check_round(world, new_round(world, seed=seed), streams=True)
+
+
+def test_static_mode_replays_as_a_graph_with_changing_routing() -> None:
+    world = new_world()
+    options = {"alignment": 16, "capacity_rows": 900}
+    works = [new_round(world, "duplicates", seed=seed, **options) for seed in range(4)]
+    held = new_round(world, "uniform", seed=99, **options)  # the graph's own memory
+    check_round(world, held)
+    plans = [world.new_plan(rank, *topk.shape) for rank, topk in enumerate(held.topk_idx)]
+    outputs = world.new_outputs(held.rows, weights=True)
+    out = [torch.empty_like(rows) for rows in held.x]
+    grads = [torch.empty_like(weights) for weights in held.topk_weights]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        world.launch("route", world.route_calls(plans, held.topk_idx, 16, 900))
+        world.launch("dispatch", world.dispatch_calls(plans, held.x, held.topk_weights, outputs))
+        world.launch(
+            "combine",
+            world.combine_calls(plans, held.expert_out, out, held.row_grads, grads),
+        )
+    for work in works * 25:
+        for name in ("topk_idx", "topk_weights", "x", "expert_out", "row_grads"):
+            for to, source in zip(getattr(held, name), getattr(work, name), strict=True):
+                to.copy_(source)
+        graph.replay()
+        check_plans(world, work, plans)
+        check_rows(work, outputs)
+        check_sums(work, (out, grads))
+
+
+def test_rows_past_two_to_the_31_elements() -> None:
+    """One row of a receiver lies past 2^31 elements: the sums of row numbers must be 64-bit."""
+    hidden, rows = 16384, (1 << 31) // 16384 + 1000
+    world = new_world(
+        ep_size=1, num_experts=2, num_topk=1, hidden=hidden, max_tokens=rows,
+        output_bytes=rows * (hidden * 2 + 4) + 4096, num_channels=64,
+    )  # fmt: skip
+    routing = [torch.zeros(rows, 1, dtype=torch.int64)]
+    plans = [world.new_plan(0, rows, 1)]
+    topk_idx = [routing[0].to(world.device)]
+    world.launch("route", world.route_calls(plans, topk_idx))
+    x = [torch.arange(rows, device=world.device, dtype=torch.float32).view(-1, 1)
+         .expand(rows, hidden).to(torch.bfloat16)]  # fmt: skip
+    weights = [torch.ones(rows, 1, device=world.device)]
+    outputs = world.new_outputs([rows], weights=True)
+    world.launch("dispatch", world.dispatch_calls(plans, x, weights, outputs))
+    assert torch.equal(outputs[0][0], x[0])
+    out = [torch.full_like(x[0], float("nan"))]
+    world.launch("combine", world.combine_calls(plans, [outputs[0][0]], out))
+    assert torch.equal(out[0], x[0])
+
+
+def test_bad_experts_and_unequal_alignments_are_named() -> None:
+    world = new_world()
+    work = new_round(world, "uniform")
+    work.topk_idx[2][5, 1] = 16
+    plans = route(world, work)
+    torch.cuda.synchronize()
+    letters = [world.mailbox(plan) for plan in plans]
+    assert [(letter.bad_token, letter.bad_expert) for letter in letters] == [
+        (-1, -1), (-1, -1), (5, 16), (-1, -1),
+    ]  # fmt: skip
+    assert [letter.refused_rank for letter in letters] == [2, 2, 2, 2]
+    check_round(world, new_round(world, "uniform"))
+    calls = world.route_calls(plans, work.topk_idx)
+    calls[3].alignment = 16
+    work.topk_idx[2][5, 1] = 0
+    world.launch("route", calls)
+    torch.cuda.synchronize()
+    assert [world.mailbox(plan).refused_rank for plan in plans] == [3, 3, 3, 0]
+    check_round(world, new_round(world, "uniform"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [("row_bytes", 24, "multiple of 16"), ("recv_x_offset", 8, "multiple of 16"),
+     ("recv_rows", -1, "must be in"), ("duplicate", 5, "must be in")],
+)  # fmt: skip
+def test_arguments_out_of_range_are_refused_before_a_launch(
+    field: str, value: int, words: str
+) -> None:
+    world = new_world()
+    work = new_round(world)
+    plans = route(world, work)
+    outputs = world.new_outputs(work.rows, weights=True)
+    calls = world.dispatch_calls(plans, work.x, work.topk_weights, outputs)
+    setattr(calls[1], field, value)
+    with pytest.raises(ValueError, match=words):
+        world.launch("dispatch", calls)
+    check_rows(work, dispatch(world, work, plans))
