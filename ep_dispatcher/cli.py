@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -23,14 +22,13 @@ from rich.text import Text
 from ep_dispatcher._version import __version__
 from ep_dispatcher.bench import plan_cpu
 from ep_dispatcher.bench.results import ResultLog
-from ep_dispatcher.config import EpConfig, Topology
 from ep_dispatcher.doctor import Diagnosis, diagnose
-from ep_dispatcher.errors import ConfigError, EpError, EpTimeoutError, UnavailableError
-from ep_dispatcher.plan_report import PlanQuestion, make_report, print_report
-from ep_dispatcher.routing import ROUTINGS, RoutingSpec
+from ep_dispatcher.errors import EpError, EpTimeoutError, UnavailableError
+from ep_dispatcher.plan_input import PlanOptions, read_question
+from ep_dispatcher.plan_report import make_report, print_report
+from ep_dispatcher.routing import ROUTINGS
 
 OK, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
-SECTION = "ep_dispatcher"  # of a config file
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -100,29 +98,6 @@ def _run(words: list[str]) -> int:
     return command(args)
 
 
-def load_section(path: Path) -> dict[str, Any]:
-    """Read a YAML config's `ep_dispatcher` section (the whole file, if it has no such section).
-
-    Raises:
-        ConfigError: no such file, not YAML, or not a mapping; names the file.
-    """
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error.strerror}); give a YAML file such as those in configs/"
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        where = " ".join(str(error).split())
-        raise ConfigError(f"{path} is not a YAML file: {where}") from error
-    section = document.get(SECTION, document) if isinstance(document, dict) else document
-    if not isinstance(section, dict):
-        raise ConfigError(
-            f"{path} holds {type(section).__name__} where a mapping is needed; see configs/"
-        )
-    return section
-
-
 def _add_command(
     commands: Any,  # noqa: ANN401  # argparse does not export the type
     name: str,
@@ -147,7 +122,9 @@ def _add_train(commands: Any, named: bool) -> None:  # noqa: ANN401
 def _add_plan(commands: Any) -> None:  # noqa: ANN401
     summary = "expected bytes on each link, rows and memory of a config; needs no GPU"
     parser = _add_command(commands, "plan", _plan, summary)
-    parser.add_argument("--config", type=Path, required=True, help="YAML file")
+    parser.add_argument(
+        "--config", type=Path, required=True, help="YAML file, of training or with a shape"
+    )
     parser.add_argument("--ranks", type=int, help="ranks of the group (default: the config's)")
     parser.add_argument("--domains", type=int, help="NVLink domains (default: the config's, or 1)")
     parser.add_argument("--tokens", type=int, help="tokens per rank (default: max_tokens_per_rank)")
@@ -182,40 +159,20 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    report = make_report(_question(args))
+    options = PlanOptions(
+        ranks=args.ranks,
+        domains=args.domains,
+        tokens=args.tokens,
+        routing=args.routing,
+        skew=args.skew,
+        seed=args.seed,
+    )
+    report = make_report(read_question(args.config, options))
     if args.json:
         _write_json(report)
     else:
         print_report(report, Console())
     return OK
-
-
-def _question(args: argparse.Namespace) -> PlanQuestion:
-    """Turn the options and the config file into a question."""
-    section = load_section(args.config)
-    num_ranks = _first_given(args.ranks, section.pop("ranks", None), 1)
-    num_domains = _first_given(args.domains, section.pop("domains", None), 1)
-    config = EpConfig.from_dict(section)
-    if num_domains < 1 or num_ranks % num_domains:
-        raise ConfigError(f"--domains is {num_domains}; it must divide the {num_ranks} ranks")
-    shape = config.shape
-    return PlanQuestion(
-        config=config,
-        topology=Topology(ep_size=num_ranks, domain_size=num_ranks // num_domains),
-        num_tokens=_first_given(args.tokens, config.max_tokens_per_rank),
-        routing=RoutingSpec(
-            name=args.routing,
-            num_experts=shape.num_experts,
-            num_topk=shape.num_topk,
-            seed=args.seed,
-            skew=args.skew,
-        ),
-    )
-
-
-def _first_given(*values: int | None) -> int:
-    """The first value that is not None."""
-    return next(value for value in values if value is not None)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -25,12 +25,12 @@ from ep_dispatcher.accounting import (
     side_bytes,
     source_traffic,
 )
-from ep_dispatcher.config import EpConfig, Topology
-from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.group import placement_of
+from ep_dispatcher.megatron.routes import fold_tensor_ranks  # needs nothing of megatron
 from ep_dispatcher.memory import counts_row_bytes, partial_bytes, persistent_bytes
 from ep_dispatcher.plan import Placement, count_copies, expert_layout
-from ep_dispatcher.routing import RoutingSpec, make_world
+from ep_dispatcher.plan_input import PlanQuestion
+from ep_dispatcher.routing import make_world
 
 _LEGEND = """\
 Cells: mean/largest over the ranks, MB = 1e6 bytes, rows only; local copies are not sent.
@@ -40,32 +40,6 @@ What a rank sends in dispatch it receives in combine. "inside": in its NVLink do
   by_rank       reference tier: once to each rank, nothing forwarded
   by_copy       no deduplication: once for each expert
   expected      mean of deduplicated by formula (uniform routing)"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanQuestion:
-    """What `ep-dispatcher plan` is asked.
-
-    Attributes:
-        config: of the group.
-        topology: of the group; it may be virtual.
-        num_tokens: T of every rank, at most the config's max_tokens_per_rank.
-        routing: how tokens choose experts.
-    """
-
-    config: EpConfig
-    topology: Topology
-    num_tokens: int
-    routing: RoutingSpec
-
-    def __post_init__(self) -> None:
-        """Check T against the config's bound."""
-        bound = self.config.max_tokens_per_rank
-        if not 0 <= self.num_tokens <= bound:
-            raise ConfigError(
-                f"num_tokens is {self.num_tokens}; it must be in [0, max_tokens_per_rank {bound}]; "
-                "give fewer --tokens or raise max_tokens_per_rank in the config"
-            )
 
 
 @dataclass(frozen=True)
@@ -96,6 +70,7 @@ def make_report(question: PlanQuestion) -> dict[str, Any]:
         "hidden": shape.hidden,
         "num_topk": shape.num_topk,
         "num_experts": shape.num_experts,
+        "num_shards": question.num_shards,
         "dtype": shape.dtype,
         "row_bytes": shape.row_bytes,
         "routing": question.routing.name,
@@ -123,6 +98,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         f"E={report['num_experts']} {report['dtype']} ({report['row_bytes']} bytes a row), "
         f"routing {report['routing']}, seed {report['seed']}"
     )
+    if report["num_shards"] > 1:
+        console.print(f"K and E count each of an expert's {report['num_shards']} shards as one.")
     console.print(_rows_table(report["rows"]))
     console.print(_links_table(report["links"], report["domains"]))
     console.print(_LEGEND, highlight=False, soft_wrap=True)
@@ -150,13 +127,22 @@ def _count_world(question: PlanQuestion) -> _World:
     dispatch = {scheme: Traffic(zeros, topology) for scheme in SCHEMES}
     copies = Traffic(zeros, topology)
     routings = make_world(question.routing, question.num_tokens, topology.ep_size)
-    for rank, topk_idx in enumerate(routings):
+    for rank, chosen in enumerate(routings):
+        topk_idx = _to_shards(chosen, question)
         counts.append(count_copies(topk_idx, placement.num_experts))
         dst_rank = placement.rank_of[topk_idx]
         copies += carried_copies(dst_rank, rank, topology)
         for scheme in SCHEMES:
             dispatch[scheme] += source_traffic(dst_rank, rank, topology, scheme)
     return _World(placement, torch.stack(counts), dispatch, copies)
+
+
+def _to_shards(topk_idx: Tensor, question: PlanQuestion) -> Tensor:
+    """Experts that the router chose -> experts as the group counts them, each shard one."""
+    if question.num_shards == 1:
+        return topk_idx
+    num_local = question.config.shape.num_experts // question.topology.ep_size
+    return fold_tensor_ranks(topk_idx, num_local, question.num_shards)
 
 
 def _rows(question: PlanQuestion, world: _World) -> dict[str, Any]:
@@ -167,7 +153,7 @@ def _rows(question: PlanQuestion, world: _World) -> dict[str, Any]:
     ]
     return {
         "alignment": question.config.alignment,
-        "sent_copies": question.num_tokens * question.routing.num_topk,
+        "sent_copies": question.num_tokens * question.config.shape.num_topk,
         "received": _spread(torch.stack([layout.real.sum() for layout in layouts])),
         "received_padded": _spread(torch.stack([layout.padded.sum() for layout in layouts])),
         "per_expert": _spread(world.counts.sum(0)),
@@ -191,7 +177,7 @@ def _link_entry(
         "send_bytes": _spread(traffic.bytes_per_rank(link, "send", row_bytes)),
         "receive_bytes": _spread(traffic.bytes_per_rank(link, "receive", row_bytes)),
     }
-    if question.routing.name == "uniform":
+    if question.routing.name == "uniform" and question.num_shards == 1:
         num_topk = question.routing.num_topk
         tokens, topology = question.num_tokens, question.topology
         expected = expected_traffic(world.placement, tokens, num_topk, topology, scheme)

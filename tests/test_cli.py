@@ -23,6 +23,12 @@ ep_dispatcher:
   max_tokens_per_rank: 4096
 """
 
+TRAINING = """
+model: {hidden: 128, num_topk: 4, num_experts: 32, dtype: bfloat16, seq_length: 32}
+parallel: {num_nodes: 2, ranks_per_node: 4, expert: 8}
+train: {micro_batch: 3}
+"""
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
@@ -127,6 +133,32 @@ def test_plan_combine_is_the_way_back(config: str, capsys: pytest.CaptureFixture
     assert skewed["send_bytes"] != skewed["receive_bytes"]
 
 
+def test_plan_reads_a_training_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sizes, ranks and domains (one a node) follow from its sections; options override them."""
+    path = tmp_path / "train.yaml"
+    path.write_text(TRAINING, encoding="utf-8")
+    values = report(["plan", "--config", str(path)], capsys)
+    sizes = ("ranks", "domains", "num_tokens", "hidden", "num_topk", "num_experts", "dtype")
+    assert [values[name] for name in sizes] == [8, 2, 3 * 32, 128, 4, 32, "bfloat16"]
+    values = report(["plan", "--config", str(path), "--ranks", "32", "--tokens", "5"], capsys)
+    assert [values[name] for name in sizes] == [32, 8, 5, 128, 4, 32, "bfloat16"]
+
+
+def test_plan_sends_a_token_to_all_shards_of_an_expert(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks that share every expert: each receives all T x K rows of both; K, E doubled."""
+    path = tmp_path / "train.yaml"
+    path.write_text(TRAINING.replace("expert: 8", "expert: 1, expert_tensor: 2"), encoding="utf-8")
+    values = report(["plan", "--config", str(path)], capsys)
+    assert (values["num_topk"], values["num_experts"], values["num_shards"]) == (8, 64, 2)
+    assert values["rows"]["received"] == {"mean": 2 * 96 * 4, "max": 2 * 96 * 4}
+    assert "expected_bytes" not in values["links"][0]
+    code, line = fails(["plan", "--config", str(path), "--ranks", "3"], capsys)
+    assert code == 2
+    assert "ranks is 3; with 2 shards an expert it must be a multiple of 2" in line
+
+
 def test_plan_exact_partials_are_in_fp32(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,7 +176,7 @@ def test_plan_exact_partials_are_in_fp32(
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        (["--domains", "3", "--ranks", "8"], ["--domains is 3", "8 ranks"]),
+        (["--domains", "3", "--ranks", "8"], ["domains is 3", "8 ranks"]),
         (["--ranks", "512"], ["num_experts is 256", "at least 512"]),
         (["--tokens", "5000"], ["num_tokens is 5000", "4096", "max_tokens_per_rank"]),
         (["--ranks", "0"], ["ep_size is 0", "an int >= 1"]),
@@ -165,7 +197,8 @@ def test_plan_refuses_in_one_line(
     [
         (None, "cannot be read (No such file or directory)"),
         ("a: [1", "is not a YAML file"),
-        ("- 1\n- 2", "holds list where a mapping is needed"),
+        ("- 1\n- 2", "holds list where sections are needed"),
+        ("suite: ablation", "neither a section 'model'"),
         (CONFIG + "  colour: red", "unknown key 'colour' in section 'ep_dispatcher'"),
         (CONFIG.replace("hidden", "width"), "unknown key 'width' in section 'shape'"),
     ],
