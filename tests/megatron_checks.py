@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import importlib
 import io
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import megatron.core
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +30,8 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ep_dispatcher.errors import ClosedError, RoutingError
+from ep_dispatcher.errors import ClosedError, RoutingError, UnavailableError
+from ep_dispatcher.megatron.compat import parse_version
 from ep_dispatcher.megatron.layer import EpMoELayer
 from ep_dispatcher.megatron.options import MegatronOptions
 from ep_dispatcher.megatron.plugin import EpPlugin, with_ep_dispatcher
@@ -433,6 +437,24 @@ def check_no_backend_is_imported() -> None:
         assert not {"deep_ep", "transformer_engine"} & set(sys.modules)
 
 
+def check_spec_by_name() -> None:
+    """The spec that scripts name on the command line; stages of a model share its plug-in."""
+    version = parse_version(megatron.core.__version__)
+    if version < (0, 19):  # then it is built at import, from arguments that do not exist here
+        with pytest.raises(UnavailableError if version < (0, 17) else AssertionError):
+            importlib.import_module("ep_dispatcher.megatron.specs")
+        return
+    from ep_dispatcher.megatron.specs import gpt_moe_spec
+
+    with layout(1, 4, 1), EpPlugin() as plugin:
+        config = make_layer(plugin).config
+        config.transformer_impl = "local"
+        blocks = [gpt_moe_spec(config), gpt_moe_spec(SimpleNamespace(transformer=config))]
+        layers = [spec.submodules.mlp for block in blocks for spec in block.layer_specs]
+        assert [layer.func for layer in layers] == [EpMoELayer, EpMoELayer]
+        assert layers[0].keywords["plugin"] is layers[1].keywords["plugin"]
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     **{
         f"dropless_tp{tp}_ep{ep}_etp{etp}": lambda tp=tp, ep=ep, etp=etp: check_dropless(  # type: ignore[misc]
@@ -457,4 +479,5 @@ CHECKS: dict[str, Callable[[], None]] = {
     "two_models": check_two_models,
     "names_itself_once": check_names_itself_once,
     "no_backend_is_imported": check_no_backend_is_imported,
+    "spec_by_name": check_spec_by_name,
 }

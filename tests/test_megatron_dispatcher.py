@@ -33,6 +33,7 @@ CHECKS = (
     "two_models",
     "names_itself_once",
     "no_backend_is_imported",
+    "spec_by_name",
 )
 
 

@@ -54,6 +54,11 @@ def check_args(args: Any) -> None:  # noqa: ANN401
             f"--context-parallel-size is {args.context_parallel_size}; this launcher does not "
             "slice sequences. Use swap_dispatchers as a pre-wrap hook in your own script"
         )
+    if getattr(args, "spec", None) is not None:
+        raise ConfigError(
+            f"--spec is {args.spec}; this launcher builds the spec of a GPT block itself. Drop it, "
+            "or use with_ep_dispatcher on that spec in your own script"
+        )
     if not getattr(args, "num_experts", None):
         raise ConfigError("--num-experts is not set: there is no MoE layer to dispatch for")
 

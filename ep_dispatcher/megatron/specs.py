@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.megatron.compat import parse_version
 from ep_dispatcher.megatron.plugin import EpPlugin, with_ep_dispatcher
+from ep_dispatcher.megatron.pretrain import require_training
 
 _CALLED_FROM = (0, 19)
 
@@ -45,6 +46,7 @@ def _named_spec() -> Any:  # noqa: ANN401
     """What the installed version wants to find: a function, or a spec."""
     if parse_version(megatron.core.__version__) >= _CALLED_FROM:
         return block_spec
+    require_training()
     from megatron.training import get_args
     from megatron.training.arguments import core_transformer_config_from_args
 
