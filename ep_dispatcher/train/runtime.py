@@ -73,9 +73,7 @@ def open_runtime(config: TrainConfig) -> Runtime:
         from ep_dispatcher.megatron import cpu_standins
 
         cpu_standins.install()
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT
-    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT)
     return Runtime(rank, num_ranks, device, backend)
 
 
