@@ -17,7 +17,8 @@ from pathlib import Path
 
 from ep_dispatcher.errors import ConfigError, EpError
 from ep_dispatcher.train.config import TrainConfig, load_config
-from ep_dispatcher.train.data import load_corpus
+from ep_dispatcher.train.data import Corpus, load_corpus
+from ep_dispatcher.train.manifest import Manifest, finished
 
 OK, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 _HEAD_START_S = 3.0  # of the first rank in telling an error that every rank has
@@ -70,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
             f"parallel.num_nodes is {config.parallel.num_nodes}; start such a job with srun (see "
             "scripts/train.sbatch) or torchrun (see scripts/train_torchrun.sh)"
         )
-    load_corpus(config.data, config.model.seq_length)
+    corpus = load_corpus(config.data, config.model.seq_length)
+    refuse_other_run(config, corpus)
     return _start_ranks(config, _words(args))
 
 
@@ -103,6 +105,18 @@ def read_config(args: argparse.Namespace) -> TrainConfig:
     return load_config(args.config, overrides)
 
 
+def refuse_other_run(config: TrainConfig, corpus: Corpus) -> None:
+    """Refuse, before a rank is started, an output folder that holds another run.
+
+    Raises:
+        CheckpointError: names the first setting that differs.
+    """
+    folders = finished(Path(config.train.out_dir) / "checkpoints")
+    if folders:
+        manifest = Manifest.read(folders[-1])
+        manifest.check_same_run(folders[-1], config.identity(), corpus.sha256)
+
+
 def run_rank(config: TrainConfig) -> int:
     """Train as the rank that the environment names; returns the exit code."""
     import torch.distributed as dist
@@ -112,6 +126,10 @@ def run_rank(config: TrainConfig) -> int:
 
     corpus = load_corpus(config.data, config.model.seq_length)
     runtime = open_runtime(config)
+    # Up to 0.17 Megatron says this of every subclass of its MoE layer; it means nothing here.
+    logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(
+        lambda record: "Unknown MLP type" not in record.getMessage()
+    )
     from ep_dispatcher.train.loop import train  # after the stand-ins of a machine without a GPU
 
     if runtime.is_first:

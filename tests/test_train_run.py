@@ -1,0 +1,159 @@
+"""Whole training runs on 4 ranks: a killed run goes on bit for bit, and wrong use is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ep_dispatcher.train.manifest import finished
+from ep_dispatcher.train.metrics import METRICS, TIMES, StepMetrics, read_metrics
+from ep_dispatcher.train.plots import PICTURE
+
+pytest.importorskip("megatron.core")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parent.parent
+STEPS = 12
+EVERY = 5  # steps between checkpoints
+KILL_AFTER = 7  # a step with lines behind the last checkpoint
+_TIMEOUT_S = 120
+
+
+def start(out: Path, *options: str, steps: int = STEPS) -> subprocess.Popen[str]:
+    """Start the main job in a session of its own, small."""
+    command = [sys.executable, "-m", "ep_dispatcher.train", "--config", "configs/tiny_cpu.yaml"]
+    command += ["--out", str(out), "--steps", str(steps)]
+    settings = ["train.decay_steps=12", "train.warmup_steps=2", f"train.checkpoint_every={EVERY}"]
+    settings += ["train.micro_batch=2", "model.seq_length=32", "data.max_bytes=100000", *options]
+    for setting in settings:
+        command += ["--set", setting]
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Wait for a job; returns exit code, output and errors."""
+    try:
+        out, err = process.communicate(timeout=_TIMEOUT_S)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def numbers(out: Path) -> list[dict[str, object]]:
+    """All metrics of a run but its times."""
+    lines = [dataclasses.asdict(line) for line in read_metrics(out / METRICS)]
+    return [{key: line[key] for key in line if key not in TIMES} for line in lines]
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """Kill the launcher and its ranks, which have sessions of their own, without warning."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
+    )
+    for pid in [process.pid, *map(int, listed.stdout.split())]:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=_TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A run without interruption: its folder and what it printed."""
+    out = tmp_path_factory.mktemp("whole")
+    code, text, errors = finish(start(out))
+    assert code == 0, errors
+    yield out, text
+
+
+def test_run_reports_true_numbers(whole: tuple[Path, str]) -> None:
+    """Every token asks for K experts in each layer; files are there and named; it learns."""
+    out, text = whole
+    lines: list[StepMetrics] = read_metrics(out / METRICS)
+    assert [line.step for line in lines] == list(range(1, STEPS + 1))
+    tokens = 4 * 2 * 32
+    for line in lines:
+        assert line.tokens == tokens
+        assert [sum(layer) for layer in line.tokens_per_expert] == [2 * tokens] * 2
+        most = 2 * 4 * tokens * 2 * 64 * 4  # layers, trips, tokens, experts, row bytes
+        assert 0 < line.moved_bytes <= most
+        assert line.moved_bytes % (64 * 4) == 0
+        assert line.across_bytes == 0
+    assert lines[-1].loss < lines[0].loss
+    assert (out / PICTURE).read_bytes().startswith(b"\x89PNG")
+    assert f"done: step {STEPS}" in text
+    assert str(out / METRICS) in text
+    assert [path.name[-2:] for path in finished(out / "checkpoints")] == ["10", "12"]
+
+
+def test_killed_run_goes_on_bit_for_bit(whole: tuple[Path, str], tmp_path: Path) -> None:
+    """kill -9 between checkpoints, the same command again: the same metrics, exactly."""
+    killed = start(tmp_path)
+    deadline = time.monotonic() + _TIMEOUT_S
+    while len(read_metrics(tmp_path / METRICS)) < KILL_AFTER:
+        assert killed.poll() is None, killed.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    kill_all(killed)
+    assert len(read_metrics(tmp_path / METRICS)) < STEPS
+    code, text, errors = finish(start(tmp_path))
+    assert code == 0, errors
+    assert "going on from the checkpoint of step" in text
+    assert numbers(tmp_path) == numbers(whole[0])
+
+
+def test_alltoall_trains_alike_and_moves_more(whole: tuple[Path, str], tmp_path: Path) -> None:
+    """Top-2: the same losses and loads as Megatron's dispatcher; deduplication saves bytes."""
+    code, text, errors = finish(start(tmp_path, "train.dispatcher=alltoall"))
+    assert code == 0, errors
+    assert "dispatcher alltoall" in text
+    for ours, theirs in zip(numbers(whole[0]), numbers(tmp_path), strict=True):
+        assert ours["moved_bytes"] < theirs["moved_bytes"]  # type: ignore[operator]
+        assert ours | {"moved_bytes": 0} == theirs | {"moved_bytes": 0}
+
+
+def test_sharded_optimizer_resumes(tmp_path: Path) -> None:
+    """EP2 with data parallelism and the distributed optimizer: stopped and gone on, the same."""
+    options = ("parallel.expert=2", "train.distributed_optimizer=true")
+    for steps in (EVERY, 2 * EVERY):
+        code, _, errors = finish(start(tmp_path / "parts", *options, steps=steps))
+        assert code == 0, errors
+    code, _, errors = finish(start(tmp_path / "whole", *options, steps=2 * EVERY))
+    assert code == 0, errors
+    assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
+
+
+def test_damaged_checkpoint_and_other_config_are_refused(whole: tuple[Path, str]) -> None:
+    """One line that names the file, or the setting; nothing is changed. Runs last: it breaks."""
+    out = whole[0]
+    before = (out / METRICS).read_bytes()
+    code, _, errors = finish(start(out, "model.num_topk=1"))
+    assert code == 2
+    assert "model.num_topk is 1" in errors
+    assert len(errors.splitlines()) == 1
+    newest = finished(out / "checkpoints")[-1]
+    part = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    code, _, errors = finish(start(out))
+    assert code == 2
+    assert f"{part.name} is damaged" in errors
+    assert len(errors.splitlines()) == 1
+    assert (out / METRICS).read_bytes() == before
