@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 from pathlib import Path
 
 import pytest
@@ -170,7 +172,7 @@ def test_srun_ranks_get_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("MASTER_ADDR", "node0")
     launch._adopt_slurm()
-    environment = launch.os.environ
+    environment = os.environ
     assert (environment["RANK"], environment["WORLD_SIZE"]) == ("9", "32")
     assert environment["LOCAL_RANK"] == "1"
 
@@ -182,7 +184,7 @@ def test_options_of_a_path_that_looks_like_yaml_stay_text() -> None:
     assert (config.data.path, config.train.out_dir) == ("null", "7")
 
 
-def _arguments(words: list[str]) -> launch.argparse.Namespace:
-    parser = launch.argparse.ArgumentParser()
+def _arguments(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
     launch.add_arguments(parser)
     return parser.parse_args(words)

@@ -95,7 +95,7 @@ class _Router(nn.Module):
         return routing_map.float(), routing_map
 
 
-def layout_of(rank: int, *, scheme: str, domain_size: int) -> Layout:
+def layout_of(rank: int, *, domain_size: int) -> Layout:
     """4 ranks, 8 experts, 2 layers, rows of 64 bytes."""
     return Layout(
         num_layers=2,
@@ -104,7 +104,6 @@ def layout_of(rank: int, *, scheme: str, domain_size: int) -> Layout:
         ep_rank=rank,
         expert_tensor=1,
         topology=Topology(ep_size=4, domain_size=domain_size),
-        scheme=scheme,
     )
 
 
@@ -124,29 +123,29 @@ def test_observed_bytes_are_those_of_the_plan(scheme: str, domain_size: int) -> 
             plan = group.plan(topk_idx)
             traffic = plan_traffic(plan, scheme)  # type: ignore[arg-type]
             routed = torch.zeros(20, 9, dtype=torch.bool).scatter_(1, topk_idx % 9, True)[:, :8]
-            layout = layout_of(group.ep_rank, scheme=scheme, domain_size=domain_size)
+            layout = layout_of(group.ep_rank, domain_size=domain_size)
             layer = MoELayer(layer_number=2)
             with RouterObserver(layer, layout) as observer:
                 layer.router(routed)
                 with torch.no_grad():
                     layer.router(routed)
-            load, inside, across = observer.split(observer.take())
+            load, inside, across = observer.split(observer.take(scheme))  # type: ignore[arg-type]
             trips = 4 + 2  # with gradients there and back twice, without once
             assert inside == int(traffic.rows_per_rank("inside", "send").sum()) * 64 * trips
             assert across == int(traffic.rows_per_rank("across", "send").sum()) * 64 * trips
             assert load[1].tolist() == routed.sum(0).tolist()
             assert not load[0].any()
             layer.router(routed)
-            assert not observer.take().any()  # the hooks are gone
+            assert not observer.take("by_rank").any()  # the hooks are gone
 
     run_ranks(4, work)
 
 
 def test_everywhere_counts_each_token_for_each_other_rank() -> None:
     """All-gather: T rows to 3 others, and as many back, forward and backward."""
-    observer = RouterObserver(nn.Module(), layout_of(1, scheme="everywhere", domain_size=4))
-    observer.count(torch.ones(5, 8, dtype=torch.bool), 0, with_grad=True)
-    assert observer.split(observer.take())[1:] == (5 * 3 * 64 * 4, 0)
+    observer = RouterObserver(nn.Module(), layout_of(1, domain_size=4))
+    observer.see(torch.ones(5, 8, dtype=torch.bool), 0, with_grad=True)
+    assert observer.split(observer.take("everywhere"))[1:] == (5 * 3 * 64 * 4, 0)
 
 
 def test_shards_of_an_expert_each_get_a_row() -> None:
@@ -158,13 +157,12 @@ def test_shards_of_an_expert_each_get_a_row() -> None:
         ep_rank=0,
         expert_tensor=2,
         topology=Topology(ep_size=4, domain_size=4),
-        scheme="by_rank",
     )
     observer = RouterObserver(nn.Module(), layout)
-    observer.count(torch.tensor([[True, False]]), 0, with_grad=True)
-    assert observer.split(observer.take())[1] == 4
-    observer.count(torch.tensor([[False, True]]), 0, with_grad=True)
-    assert observer.split(observer.take())[1] == 8
+    observer.see(torch.tensor([[True, False]]), 0, with_grad=True)
+    assert observer.split(observer.take("by_rank"))[1] == 4
+    observer.see(torch.tensor([[False, True]]), 0, with_grad=True)
+    assert observer.split(observer.take("by_rank"))[1] == 8
 
 
 def test_balance_leaves_out_layers_without_experts() -> None:

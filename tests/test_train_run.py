@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,12 +73,12 @@ def kill_all(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run without interruption: its folder and what it printed."""
     out = tmp_path_factory.mktemp("whole")
     code, text, errors = finish(start(out))
     assert code == 0, errors
-    yield out, text
+    return out, text
 
 
 def test_run_reports_true_numbers(whole: tuple[Path, str]) -> None:
@@ -103,7 +102,7 @@ def test_run_reports_true_numbers(whole: tuple[Path, str]) -> None:
 
 
 def test_killed_run_goes_on_bit_for_bit(whole: tuple[Path, str], tmp_path: Path) -> None:
-    """kill -9 between checkpoints, the same command again: the same metrics, exactly."""
+    """Killed with -9 between checkpoints, the same command again: the same metrics, exactly."""
     killed = start(tmp_path)
     deadline = time.monotonic() + _TIMEOUT_S
     while len(read_metrics(tmp_path / METRICS)) < KILL_AFTER:

@@ -9,7 +9,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from ep_dispatcher.accounting import Scheme
-from ep_dispatcher.config import DTYPE_BYTES, Topology
+from ep_dispatcher.config import DTYPE_BYTES
 from ep_dispatcher.megatron.plugin import dispatchers_of
 from ep_dispatcher.train.checkpoint import Checkpoints
 from ep_dispatcher.train.config import TrainConfig
@@ -74,7 +74,6 @@ class Trainer:
         self._corpus = corpus
         self._runtime = runtime
         self._job = job
-        self._observer: RouterObserver | None = None
         self._run: Callable[..., list[dict[str, Tensor]]] = get_forward_backward_func()
 
     def step(self, step: int) -> StepMetrics | None:
@@ -94,7 +93,7 @@ class Trainer:
             _, grad_norm, _ = self._job.optimizer.step()
             if not logged:
                 return None
-            totals = self._sum_over_ranks(results, observer.take())
+            totals = self._sum_over_ranks(results, observer.take(self._scheme()))
         step_s = time.perf_counter() - started
         load, inside, across = observer.split(totals[2:])
         tokens = self._config.tokens_per_step
@@ -161,14 +160,10 @@ class Trainer:
             row_bytes=model.hidden * DTYPE_BYTES[model.dtype],
             ep_rank=_rank_in_group(),
             expert_tensor=self._config.parallel.expert_tensor,
-            topology=self._topology(),
-            scheme=self._scheme(),
+            topology=self._config.topology(),
         )
 
-    def _topology(self) -> Topology:
-        return self._config.topology()
-
-    def _scheme(self) -> Scheme | str:
+    def _scheme(self) -> Scheme | Literal["everywhere"]:
         """What the dispatcher at work sends once.
 
         The reference tier sends a token straight to each rank that needs it; the device tier

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from ep_dispatcher.accounting import Scheme, source_traffic
+from ep_dispatcher.accounting import LINKS, Scheme, source_traffic
 from ep_dispatcher.config import Topology
 
 
@@ -28,7 +28,6 @@ class Layout:
         ep_rank: this rank in the dispatcher's group.
         expert_tensor: ranks that share each expert; each gets a row.
         topology: of the group.
-        scheme: what the dispatcher sends once; "everywhere" for one that sends all to all.
     """
 
     num_layers: int
@@ -37,7 +36,6 @@ class Layout:
     ep_rank: int
     expert_tensor: int
     topology: Topology
-    scheme: Scheme | str
 
 
 class RouterObserver:
@@ -45,7 +43,7 @@ class RouterObserver:
 
     Args:
         model: Megatron's, wrapped or not; its MoE layers have `router` and `layer_number`.
-        layout: sizes and the dispatcher's scheme.
+        layout: sizes.
 
     Attributes:
         active: whether to count; counting synchronises a GPU with the host.
@@ -55,9 +53,9 @@ class RouterObserver:
         """Find the MoE layers."""
         self.active = True
         self._layout = layout
-        self._layers = [module for module in model.modules() if _is_moe_layer(module)]
+        self._layers: list[Any] = [each for each in model.modules() if _is_moe_layer(each)]
         self._handles: list[Any] = []
-        self._totals = torch.zeros(self._size(), dtype=torch.float64)
+        self._seen: list[tuple[Tensor, int, bool]] = []
 
     def __enter__(self) -> Self:
         """Hook the routers."""
@@ -76,14 +74,26 @@ class RouterObserver:
         while self._handles:
             self._handles.pop().remove()
 
-    def take(self) -> Tensor:
-        """Return what was counted and start again.
+    def take(self, scheme: Scheme | Literal["everywhere"]) -> Tensor:
+        """Count what was seen and start again.
+
+        Args:
+            scheme: what the dispatcher sends once; "everywhere" for one that sends all to all. It
+                is told at the end, as the dispatcher's tier is known after its first batch.
 
         Returns:
             [num_layers * E + 2] fp64: copies of each layer and expert that this rank's tokens
             asked for, then bytes inside domains and across them. Summed over ranks it is the job.
         """
-        totals, self._totals = self._totals, torch.zeros(self._size(), dtype=torch.float64)
+        layout = self._layout
+        seen, self._seen = self._seen, []
+        totals = torch.zeros(layout.num_layers * layout.num_experts + 2, dtype=torch.float64)
+        for routed, layer, with_grad in seen:
+            if with_grad:
+                first = layer * layout.num_experts
+                totals[first : first + layout.num_experts] += routed.sum(0)
+            trips = 4 if with_grad else 2  # dispatch and combine, and their backward
+            totals[-2:] += self._rows(routed, scheme) * layout.row_bytes * trips
         return totals
 
     def split(self, totals: Tensor) -> tuple[Tensor, int, int]:
@@ -91,8 +101,8 @@ class RouterObserver:
         load = totals[:-2].view(self._layout.num_layers, self._layout.num_experts)
         return load, int(totals[-2]), int(totals[-1])
 
-    def count(self, routing_map: Tensor, layer: int, *, with_grad: bool) -> None:
-        """Add one routing.
+    def see(self, routing_map: Tensor, layer: int, *, with_grad: bool) -> None:
+        """Take note of one routing.
 
         Args:
             routing_map: [T, E] bool.
@@ -100,24 +110,23 @@ class RouterObserver:
             with_grad: whether autograd records: a forward that is computed again later does not,
                 so it moves bytes but is not a second routing.
         """
+        routed = routing_map.detach().bool().reshape(-1, self._layout.num_experts)
+        self._seen.append((routed.cpu(), layer, with_grad))
+
+    def _rows(self, routed: Tensor, scheme: Scheme | Literal["everywhere"]) -> Tensor:
+        """[2] fp64: rows that a dispatch of this routing sends inside domains, and across them."""
         layout = self._layout
-        routed = routing_map.detach().bool().reshape(-1, layout.num_experts).cpu()
-        if with_grad:
-            first = layer * layout.num_experts
-            self._totals[first : first + layout.num_experts] += routed.sum(0)
-        traffic = source_traffic(
-            self._dst_rank(routed), layout.ep_rank, layout.topology, self._scheme()
-        )
-        trips = 4 if with_grad else 2  # dispatch and combine, and their backward
-        for position, link in ((-2, "inside"), (-1, "across")):
-            rows = traffic.rows_per_rank(link, "send").sum()  # type: ignore[arg-type]
-            self._totals[position] += rows * layout.row_bytes * trips
+        if scheme == "everywhere":
+            dst_rank = torch.arange(layout.topology.ep_size).expand(len(routed), -1)
+            scheme = "by_rank"
+        else:
+            dst_rank = self._dst_rank(routed)
+        traffic = source_traffic(dst_rank, layout.ep_rank, layout.topology, scheme)
+        return torch.stack([traffic.rows_per_rank(link, "send").sum() for link in LINKS])
 
     def _dst_rank(self, routed: Tensor) -> Tensor:
         """[T, slots] int64: the ranks that each token's rows go to, -1 for none."""
         layout = self._layout
-        if layout.scheme == "everywhere":
-            return torch.arange(layout.topology.ep_size).expand(len(routed), -1)
         shards = layout.expert_tensor
         owners = layout.topology.ep_size // shards
         owner = torch.arange(layout.num_experts) // (layout.num_experts // owners)
@@ -125,21 +134,12 @@ class RouterObserver:
         wide = routed[:, :, None].expand(-1, -1, shards)
         return torch.where(wide, ranks, -1).flatten(1)
 
-    def _scheme(self) -> Scheme:
-        """The scheme in the accounting's words."""
-        if self._layout.scheme == "everywhere":
-            return "by_rank"
-        return self._layout.scheme  # type: ignore[return-value]
-
-    def _size(self) -> int:
-        return self._layout.num_layers * self._layout.num_experts + 2
-
     def _listener(self, layer: int) -> Any:  # noqa: ANN401
         """The hook of one router."""
 
         def listen(module: nn.Module, args: object, output: Any) -> None:  # noqa: ANN401
             if self.active:
-                self.count(output[1], layer, with_grad=torch.is_grad_enabled())
+                self.see(output[1], layer, with_grad=torch.is_grad_enabled())
 
         return listen
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
+    TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -95,7 +96,7 @@ class Progress:
         self._visible = runtime.is_first
         console = Console()
         self._bar = _make_bar(console) if self._visible and console.is_terminal else None
-        self._task = None
+        self._task: TaskID | None = None
         self._started = self._last_line = time.monotonic()
 
     def __enter__(self) -> Self:

@@ -79,7 +79,7 @@ def _check_type(where: str, value: object, hint: object) -> None:
     if value is None and type(None) in allowed:
         return
     kind = next(each for each in allowed if each is not type(None))
-    fits = isinstance(value, int | float if kind is float else kind)  # type: ignore[arg-type]
+    fits = isinstance(value, int | float if kind is float else kind)
     if fits and not (isinstance(value, bool) and kind is not bool):
         return
     wanted = _WORDS.get(kind, str(kind)) + (" or null" if type(None) in allowed else "")
