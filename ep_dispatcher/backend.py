@@ -46,6 +46,10 @@ class Backend(Protocol):
         """Sum rows [R, H] at home: [T, H]; bring one float a row [R] back to its slot: [T, K]."""
         ...
 
-    def close(self) -> None:
-        """Free what the tier holds; collective where the tier says so."""
+    def close(self, *, failed: bool = False) -> None:
+        """Free what the tier holds; collective where the tier says so.
+
+        Args:
+            failed: this rank leaves because of an error, so it must not wait for the others.
+        """
         ...

@@ -136,6 +136,8 @@ class EpConfig:
             no rows stays at none); a plan may override it.
         recv_capacity_rows: None for eager mode (exact sizes, one wait of a few bytes); a row
             count for static mode (fixed sizes; rows past it are dropped and reported).
+        output_bytes: device tier: memory that output rows are cut from; all outputs that are alive
+            at a time must fit. None for four outputs of a balanced routing.
         virtual_domain_size: split a domain into smaller ones, for tests and ablations.
         expert_rank: the rank of each expert; None for equal consecutive blocks.
         precision: "rounded" rounds each rank's and each domain's partial sum to `dtype`;
@@ -149,6 +151,7 @@ class EpConfig:
     max_tokens_per_rank: int
     alignment: int = 1
     recv_capacity_rows: int | None = None
+    output_bytes: int | None = None
     virtual_domain_size: int | None = None
     expert_rank: tuple[int, ...] | None = None
     precision: Precision = "rounded"
@@ -162,6 +165,8 @@ class EpConfig:
         check_alignment(self.alignment)
         if self.recv_capacity_rows is not None:
             _check_int("recv_capacity_rows", self.recv_capacity_rows, 0)
+        if self.output_bytes is not None:
+            _check_int("output_bytes", self.output_bytes, 16 << 20)
         if self.virtual_domain_size is not None:
             _check_int("virtual_domain_size", self.virtual_domain_size, 1)
         if self.precision not in ("rounded", "exact"):

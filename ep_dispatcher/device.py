@@ -1,10 +1,27 @@
-"""The device tier: our kernels, where every rank has what they need."""
+"""The device tier: our kernels, where every rank has what they need.
+
+Eager mode waits once a plan, for the few bytes of the mailbox that `route` writes. Static mode
+(`recv_capacity_rows`) waits for nothing and can be captured in a CUDA graph.
+"""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import Any
 
-from ep_dispatcher.config import EpConfig
+import torch
+from torch import Tensor
+
+from ep_dispatcher import native
+from ep_dispatcher.collectives import Collectives
+from ep_dispatcher.config import EpConfig, Topology
+from ep_dispatcher.device_session import DeviceSession, open_session
+from ep_dispatcher.errors import AgreementError, RoutingError, ShapeError
+from ep_dispatcher.plan import Placement, Plan
+
+DTYPE_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}  # EpDtype
+_REFUSED_ALIGNMENT = 4095  # no power of two, so no rank can have asked for it
+_HOST_SLACK_S = 1.0  # the GPU's deadline comes first and says more
 
 
 def unavailable_reason(config: EpConfig) -> str | None:
@@ -13,4 +30,258 @@ def unavailable_reason(config: EpConfig) -> str | None:
         return "float64 rows run in the reference tier only"
     if not torch.cuda.is_available():
         return "no GPU is visible to torch"
-    return "this version has no device kernels"
+    return native.missing_reason()
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """The device tier's part of a plan.
+
+    Attributes:
+        pointers: EpPlan.
+        memory: what it points into.
+    """
+
+    pointers: Any
+    memory: tuple[Tensor, ...]
+
+
+class DeviceBackend:
+    """`Backend` over the kernels.
+
+    Args:
+        session: open on all ranks.
+        config: of the group.
+        topology: of the group.
+        placement: owner of each expert.
+    """
+
+    def __init__(
+        self, session: DeviceSession, config: EpConfig, topology: Topology, placement: Placement
+    ) -> None:
+        """Keep what every call needs."""
+        self._session = session
+        self._module = session.module
+        self._config = config
+        self._topology = topology
+        self._placement = placement
+        self._dtype: torch.dtype = getattr(torch, config.shape.dtype)
+        num_local = session.context.num_local_experts
+        self._mailbox = torch.zeros(
+            self._module.MAILBOX_BYTES + 8 * num_local, dtype=torch.uint8
+        ).pin_memory()
+        self._ticket = 0
+
+    @classmethod
+    def open(
+        cls, collectives: Collectives, config: EpConfig, topology: Topology, placement: Placement
+    ) -> DeviceBackend:
+        """Open the tier; collective.
+
+        Raises:
+            UnavailableError: on all ranks alike, if any rank lacks something.
+        """
+        session = open_session(collectives, config, topology, placement)
+        return cls(session, config, topology, placement)
+
+    def plan(self, topk_idx: Tensor | None, alignment: int, refusal: str | None) -> Plan | None:
+        """See `Backend.plan`; a refusing rank takes part with an alignment that nobody else has."""
+        self._session.check()
+        if topk_idx is None:
+            assert refusal is not None
+            topk_idx = torch.empty(0, 1, dtype=torch.int64, device=self._session.device)
+            alignment = _REFUSED_ALIGNMENT
+        routing = self._padded(self._on_device("topk_idx", topk_idx), -1)
+        tensors, pointers = self._plan_memory(len(routing))
+        self._route(routing, pointers, alignment)
+        if refusal is not None:
+            return None
+        num_rows = self._config.recv_capacity_rows
+        demand_rows: int | Tensor = tensors["totals"][1]
+        if num_rows is None:
+            letter = self._wait_for_letter(alignment)
+            num_rows, demand_rows = int(letter.num_rows), int(letter.demand_rows)
+        slots = topk_idx.shape[1]
+        return Plan(
+            ep_rank=self._session.context.ep_rank,
+            topology=self._topology,
+            placement=self._placement,
+            alignment=alignment,
+            topk_idx=topk_idx,
+            counts=tensors["counts"],
+            dst_rank=tensors["dst_rank"][:, :slots].long(),
+            dst_row=tensors["dst_row"][:, :slots].long(),
+            tokens_per_expert=tensors["tokens_per_expert"],
+            padded_tokens_per_expert=tensors["padded_tokens_per_expert"],
+            expert_offsets=tensors["expert_offsets"],
+            num_recv_rows=num_rows,
+            demand_rows=demand_rows,
+            transport=Routes(pointers, (routing, tensors["words"], tensors["longs"])),
+        )
+
+    def dispatch(
+        self, plan: Plan, x: Tensor, topk_weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Backend.dispatch`."""
+        self._session.check()
+        x = _aligned(self._on_device("x", x))
+        shape, rows = self._config.shape, plan.num_recv_rows
+        outputs = self._session.outputs
+        call = self._module.DispatchArgs(self._session.context, _routes_of(plan).pointers)
+        recv_x = outputs.empty((rows, shape.hidden), self._dtype)
+        recv_weights = None
+        if topk_weights is not None:
+            topk_weights = self._padded(self._on_device("topk_weights", topk_weights), 0.0)
+            recv_weights = outputs.empty((rows,), torch.float32)
+            call.topk_weights = topk_weights.data_ptr()
+        call.x, call.row_bytes = x.data_ptr(), shape.row_bytes
+        call.recv_x_offset = outputs.offset_of(recv_x)
+        call.recv_weights_offset = outputs.offset_of(recv_weights)
+        call.recv_rows = rows
+        self._module.dispatch(call, self._stream())
+        return recv_x, recv_weights
+
+    def combine(
+        self, plan: Plan, expert_out: Tensor, row_weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Backend.combine`."""
+        self._session.check()
+        expert_out = _aligned(self._on_device("expert_out", expert_out))
+        shape = self._config.shape
+        out = expert_out.new_empty(plan.num_tokens, shape.hidden)
+        call = self._module.CombineArgs(self._session.context, _routes_of(plan).pointers)
+        weights = None
+        if row_weights is not None:
+            row_weights = self._on_device("row_weights", row_weights)
+            weights = row_weights.new_empty(plan.num_tokens, shape.num_topk)
+            call.row_weights_grad, call.weights_grad = row_weights.data_ptr(), weights.data_ptr()
+        call.expert_out, call.out = expert_out.data_ptr(), out.data_ptr()
+        call.hidden, call.dtype = shape.hidden, DTYPE_CODES[shape.dtype]
+        call.exact = int(self._config.precision == "exact")
+        self._module.combine(call, self._stream())
+        return out, None if weights is None else weights[:, : plan.num_topk]
+
+    def check(self) -> None:
+        """Raise EpTimeoutError if a wait of this rank has expired; waits for nothing."""
+        self._session.check()
+
+    def close(self, *, failed: bool = False) -> None:
+        """Free the tier; collective, unless something has failed or a fault ended the group."""
+        self._session.close(failed=failed)
+
+    def _route(self, routing: Tensor, pointers: Any, alignment: int) -> None:  # noqa: ANN401
+        """Launch `route`; in eager mode it answers in the mailbox."""
+        capacity = self._config.recv_capacity_rows
+        call = self._module.RouteArgs(self._session.context, pointers)
+        call.topk_idx, call.alignment = routing.data_ptr(), alignment
+        call.capacity_rows = -1 if capacity is None else capacity
+        if capacity is None:
+            self._ticket += 1
+            call.mailbox, call.ticket = self._mailbox.data_ptr(), self._ticket
+        self._module.route(call, self._stream())
+
+    def _wait_for_letter(self, alignment: int) -> Any:  # noqa: ANN401
+        """The host's one wait: for the mailbox of the last `route`."""
+        deadline_s = self._config.tuning.timeout_s + _HOST_SLACK_S
+        address = self._mailbox.data_ptr()
+        if not self._module.wait_for_mailbox(
+            address, self._ticket, self._session.fault_address, deadline_s
+        ):
+            self._session.raise_expired("route: counts")
+        letter = self._module.read_mailbox(address)
+        if letter.bad_token >= 0:
+            raise RoutingError(
+                f"topk_idx[{letter.bad_token}] names expert {letter.bad_expert}; it must be in "
+                f"[0, {self._placement.num_experts - 1}], or -1 for a dropped slot"
+            )
+        if letter.refused_rank >= 0:
+            raise AgreementError(
+                f"rank {letter.refused_rank} refused its routing or passed an alignment other "
+                f"than {alignment}, so no rank may go on; its own error says more"
+            )
+        return letter
+
+    def _plan_memory(self, num_tokens: int) -> tuple[dict[str, Tensor], Any]:
+        """Memory that `route` fills: two blocks, cut by name; and EpPlan over them."""
+        shape, module, slots = self._session.shape, self._module, self._config.shape.num_topk
+        local = self._session.context.num_local_experts
+        ranks, records = shape.ep_size, module.max_records(shape)
+        longs = {
+            "counts": (ranks, shape.num_experts),
+            "tokens_per_expert": (local,),
+            "padded_tokens_per_expert": (local,),
+            "expert_offsets": (local,),
+            "totals": (4,),
+            "contributor": (num_tokens, slots),
+        }
+        words = {
+            "dst_rank": (num_tokens, slots),
+            "dst_row": (num_tokens, slots),
+            "record_header": (records,),
+            "record_row": (records, slots),
+            "chunk_first": (ranks, module.chunk_stride(shape)),
+            "source_tokens": (ranks,),
+        }
+        tensors = self._cut("longs", longs, torch.int64) | self._cut("words", words, torch.int32)
+        pointers = module.PlanPointers()
+        pointers.num_tokens, pointers.num_topk = num_tokens, slots
+        for name in (*longs, *words):
+            setattr(pointers, name, tensors[name].data_ptr())
+        return tensors, pointers
+
+    def _cut(
+        self, name: str, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """One block called `name`, and views of it, each starting at a cache line."""
+        step = 128 // dtype.itemsize
+        starts, end = {}, 0
+        for part, sizes in shapes.items():
+            starts[part] = end
+            end += -(-_elements(sizes) // step) * step
+        block = torch.empty(end, dtype=dtype, device=self._session.device)
+        parts = {
+            part: block[start : start + _elements(shapes[part])].view(shapes[part])
+            for part, start in starts.items()
+        }
+        return parts | {name: block}
+
+    def _padded(self, values: Tensor, filler: float) -> Tensor:
+        """[T, k] with as many slots as the group was made for, so that all ranks have equal K."""
+        missing = self._config.shape.num_topk - values.shape[1]
+        if missing == 0:
+            return values.contiguous()
+        return torch.nn.functional.pad(values, (0, missing), value=filler)
+
+    def _on_device(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor, contiguous.
+
+        Raises:
+            ShapeError: it lies elsewhere.
+        """
+        if tensor.device != self._session.device:
+            raise ShapeError(
+                f"{name} is on {tensor.device}; the device tier of this rank works on "
+                f"{self._session.device}"
+            )
+        return tensor.detach().contiguous()
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self._session.device).cuda_stream
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """The rows themselves if they start at a multiple of 16 bytes, else a copy."""
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
+
+
+def _elements(sizes: tuple[int, ...]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+def _routes_of(plan: Plan) -> Routes:
+    """The device tier's part of a plan that it made."""
+    assert isinstance(plan.transport, Routes)
+    return plan.transport

@@ -87,9 +87,16 @@ class EPGroup:
         topology = topology_of(config, collectives.size)
         placement = placement_of(config, collectives.size)
         tier, why = _choose_tier(config, [reason for _, reason in told])
+        backend: Backend = ReferenceBackend(collectives, config, topology, placement)
+        if tier == "device":
+            try:
+                backend = device.DeviceBackend.open(collectives, config, topology, placement)
+            except UnavailableError as error:
+                if config.tier == "device":
+                    raise
+                tier, why = "reference", str(error)
         if collectives.rank == 0:
             logger.info("group of %d ranks: tier %s (%s)", collectives.size, tier, why)
-        backend = ReferenceBackend(collectives, config, topology, placement)
         return cls(config, topology, tier, backend, collectives.rank)
 
     def plan(self, topk_idx: Tensor, alignment: int | None = None) -> Plan:
@@ -109,7 +116,8 @@ class EPGroup:
         try:
             check_alignment(rows)
             validate.check_topk_idx(topk_idx, self.config)
-            validate.check_expert_ids(topk_idx, self.config.shape.num_experts)
+            if self.tier == "reference" or self.config.check_values:
+                validate.check_expert_ids(topk_idx, self.config.shape.num_experts)
         except EpError as error:
             backend.plan(None, 0, str(error))
             raise
@@ -160,11 +168,15 @@ class EPGroup:
         validate.check_rows("expert_out", expert_out, plan.num_recv_rows, self.config)
         return ops.combine(expert_out, plan, backend)
 
-    def close(self) -> None:
-        """Free what the tier holds; a second call does nothing."""
+    def close(self, *, failed: bool = False) -> None:
+        """Free what the tier holds; collective; a second call does nothing.
+
+        Args:
+            failed: this rank leaves because of an error, so it must not wait for the others.
+        """
         backend, self._backend = self._backend, None
         if backend is not None:
-            backend.close()
+            backend.close(failed=failed)
 
     def __enter__(self) -> Self:
         """Return the group."""
@@ -177,7 +189,7 @@ class EPGroup:
         trace: TracebackType | None,
     ) -> None:
         """Close the group."""
-        self.close()
+        self.close(failed=error is not None)
 
     def _open_backend(self) -> Backend:
         """The tier, unless the group was closed."""

@@ -113,7 +113,8 @@ class Plan:
         padded_tokens_per_expert: [L] int64, the same with padding; what a grouped GEMM runs over.
         expert_offsets: [L] int64, first row of each local expert.
         num_recv_rows: R, rows of recv_x; in static mode the capacity.
-        demand_rows: rows that dropless routing would need; above `num_recv_rows` means that rows
+        demand_rows: rows that dropless routing would need (a tensor of one int64 on the GPU where
+            the device tier works in static mode, as the host does not wait for it); above `num_recv_rows` means that rows
             were dropped, by the same rule on all ranks: those with the highest row numbers.
         transport: the backend's own part.
     """
@@ -130,7 +131,7 @@ class Plan:
     padded_tokens_per_expert: Tensor
     expert_offsets: Tensor
     num_recv_rows: int
-    demand_rows: int
+    demand_rows: int | Tensor
     transport: object = None
 
     @property
@@ -146,7 +147,7 @@ class Plan:
     @property
     def overflowed(self) -> bool:
         """Whether static mode dropped rows on this rank's receiving side."""
-        return self.demand_rows > self.num_recv_rows
+        return bool(self.demand_rows > self.num_recv_rows)
 
 
 def count_copies(topk_idx: Tensor, num_experts: int) -> Tensor:

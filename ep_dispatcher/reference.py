@@ -134,7 +134,7 @@ class ReferenceBackend:
         weights[routes.sent_copy] = returned_weights
         return out, weights.view(plan.num_tokens, plan.num_topk)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Nothing to free."""
 
     def _sum_at_home(self, returned: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,5 +6,6 @@
 namespace ep {
 
 void bind_errors(pybind11::module_& module);
+void bind_communicator(pybind11::module_& module);
 
 }  // namespace ep

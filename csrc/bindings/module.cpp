@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "bindings/bindings.h"
+#include "bindings/kernels.h"
 #include "core/checks.h"
 #include "core/nccl_library.h"
 #include "core/version.h"
@@ -70,4 +71,6 @@ PYBIND11_MODULE(_C, module) {
   ep::bind_errors(module);
   ep::bind_versions(module);
   ep::bind_nccl_library(module);
+  ep::bind_communicator(module);
+  ep::bind_kernels(module);
 }

@@ -1,0 +1,156 @@
+"""Output rows from the registered arena, as ordinary tensors of a torch memory pool.
+
+The pool has one segment, the arena's heap, from which torch's caching allocator cuts blocks. So
+the rows can be resized, freed and kept like any tensor, and peers can address them.
+
+A block of the caching allocator belongs to one stream. The pool's is the stream of its first use
+(the home stream); there nothing is waited for. A call on another stream waits on the device for
+the home stream, and its rows are given back only when both are done with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_dispatcher.config import DTYPE_BYTES, EpConfig, Topology
+from ep_dispatcher.errors import CapacityError
+
+HEAP_STEP_BYTES = 2 << 20  # segments are whole multiples of it
+_SMALLEST_HEAP_BYTES = 64 << 20
+_DEFAULT_BALANCED_OUTPUTS = 4
+# Smaller requests would go to segments for small blocks, which the arena has not.
+_SMALLEST_BLOCK_BYTES = (1 << 20) + 512
+
+
+def heap_bytes_of(config: EpConfig, topology: Topology) -> int:
+    """Size of the heap that a group's output rows are cut from.
+
+    Without `output_bytes` in the config: room for four outputs of a balanced routing (in static
+    mode, of the capacity), at least 64 MiB.
+
+    Args:
+        config: of the group.
+        topology: of the group.
+    """
+    shape = config.shape
+    if config.output_bytes is not None:
+        wanted = config.output_bytes
+    else:
+        experts = -(-shape.num_experts // topology.ep_size)
+        balanced = config.max_tokens_per_rank * shape.num_topk + experts * (config.alignment - 1)
+        rows = balanced if config.recv_capacity_rows is None else config.recv_capacity_rows
+        weight_bytes = DTYPE_BYTES["float32"]
+        wanted = _DEFAULT_BALANCED_OUTPUTS * rows * (shape.row_bytes + weight_bytes)
+        wanted = max(wanted, _SMALLEST_HEAP_BYTES)
+    return -(-wanted // HEAP_STEP_BYTES) * HEAP_STEP_BYTES
+
+
+class OutputPool:
+    """Hands out tensors that lie in an arena.
+
+    Args:
+        module: the native module.
+        arena: whose heap to use; it must be shared already.
+        device: the GPU.
+    """
+
+    def __init__(self, module: Any, arena: Any, device: torch.device) -> None:  # noqa: ANN401
+        """Make the pool; the heap is taken at the first call of `empty`."""
+        self._module = module
+        self._arena = arena
+        self._device = device
+        self._allocator = torch.cuda.memory.CUDAPluggableAllocator(
+            module.__file__, "ep_segment_alloc", "ep_segment_free"
+        )
+        self._pool = torch.cuda.MemPool(self._allocator.allocator())
+        self._home: torch.cuda.Stream | None = None
+        self._anchor: Tensor | None = None
+        self._captured: list[Tensor] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor in the arena, ready for use on the current stream.
+
+        Args:
+            shape: sizes.
+            dtype: of the elements.
+
+        Raises:
+            CapacityError: the heap has no free piece of that size; names the size that would do.
+        """
+        home = self._home or self._open()
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(home):
+            block = self._block(shape, dtype)
+        if torch.cuda.is_current_stream_capturing():
+            self._captured.append(block)  # a replay writes it again, whoever holds it then
+        elif current != home:
+            current.wait_stream(home)
+            block.record_stream(current)
+        return block
+
+    def offset_of(self, tensor: Tensor | None) -> int:
+        """Bytes from the start of the window to a tensor from `empty`; -1 for None."""
+        if tensor is None:
+            return -1
+        start = tensor.data_ptr() if tensor.numel() else self._arena.heap
+        return int(start - self._arena.base)
+
+    def close(self) -> None:
+        """Let go of the heap; tensors that users still hold stay valid."""
+        self._captured.clear()
+        self._anchor = None
+
+    def _open(self) -> torch.cuda.Stream:
+        """Make the heap the pool's one segment, owned by the current stream."""
+        home = torch.cuda.current_stream(self._device)
+        with self._module.SegmentOffer(self._arena), self._allocations():
+            whole = torch.empty(self._arena.heap_bytes, dtype=torch.uint8, device=self._device)
+        assert whole.data_ptr() == self._arena.heap
+        del whole
+        with self._allocations():  # while it lives, torch cannot give the segment back
+            self._anchor = torch.empty(
+                _SMALLEST_BLOCK_BYTES, dtype=torch.uint8, device=self._device
+            )
+        self._home = home
+        return home
+
+    def _allocations(self) -> Any:  # noqa: ANN401
+        return torch.cuda.use_mem_pool(self._pool, self._device)
+
+    def _block(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Cut a block; where there is none, wait for blocks that other streams still use."""
+        elements = 1
+        for size in shape:
+            elements *= size
+        if elements == 0:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        elements = max(elements, -(-_SMALLEST_BLOCK_BYTES // dtype.itemsize))
+        try:
+            block = self._cut(elements, dtype)
+        except torch.OutOfMemoryError:
+            torch.cuda.synchronize(self._device)
+            try:
+                block = self._cut(elements, dtype)
+            except torch.OutOfMemoryError:
+                raise self._exhausted(elements * dtype.itemsize) from None
+        if not self._arena.heap <= block.data_ptr() < self._arena.heap + self._arena.heap_bytes:
+            raise CapacityError(
+                "output rows cannot be taken from the arena while a graph is captured on the "
+                "stream of the group's first dispatch; capture on another stream"
+            )
+        return block.resize_(shape)
+
+    def _cut(self, elements: int, dtype: torch.dtype) -> Tensor:
+        with self._allocations():
+            return torch.empty(elements, dtype=dtype, device=self._device)
+
+    def _exhausted(self, needed_bytes: int) -> CapacityError:
+        heap = self._arena.heap_bytes
+        enough = -(-(heap + needed_bytes) // HEAP_STEP_BYTES) * HEAP_STEP_BYTES
+        return CapacityError(
+            f"output rows of {needed_bytes} bytes do not fit into what is free of output_bytes="
+            f"{heap}; output_bytes={enough} would do here, or keep fewer outputs alive"
+        )
