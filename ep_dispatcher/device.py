@@ -6,6 +6,7 @@ Eager mode waits once a plan, for the few bytes of the mailbox that `route` writ
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ from ep_dispatcher.plan import Placement, Plan
 
 DTYPE_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}  # EpDtype
 _REFUSED_ALIGNMENT = 4095  # no power of two, so no rank can have asked for it
-_HOST_SLACK_S = 1.0  # the GPU's deadline comes first and says more
+_WAIT_SLICE_S = 0.05
+_HOST_SLACK_S = 0.5  # the GPU's deadline comes first and says more
 
 
 def unavailable_reason(config: EpConfig) -> str | None:
@@ -182,11 +184,8 @@ class DeviceBackend:
 
     def _wait_for_letter(self, alignment: int) -> Any:  # noqa: ANN401
         """The host's one wait: for the mailbox of the last `route`."""
-        deadline_s = self._config.tuning.timeout_s + _HOST_SLACK_S
         address = self._mailbox.data_ptr()
-        if not self._module.wait_for_mailbox(
-            address, self._ticket, self._session.fault_address, deadline_s
-        ):
+        if not self._answered(address):
             self._session.raise_expired("route: counts")
         letter = self._module.read_mailbox(address)
         if letter.bad_token >= 0:
@@ -200,6 +199,18 @@ class DeviceBackend:
                 f"than {alignment}, so no rank may go on; its own error says more"
             )
         return letter
+
+    def _answered(self, address: int) -> bool:
+        """Wait for the ticket; False once `route` has ended without writing it."""
+        stream = torch.cuda.current_stream(self._session.device)
+        deadline_s = time.monotonic() + self._config.tuning.timeout_s + _HOST_SLACK_S
+        fault = self._session.fault_address
+        ended = False
+        while not self._module.wait_for_mailbox(address, self._ticket, fault, _WAIT_SLICE_S):
+            if ended or time.monotonic() > deadline_s:
+                return False
+            ended = stream.query()  # once more after the end: it may have written just before
+        return True
 
     def _plan_memory(self, num_tokens: int) -> tuple[dict[str, Tensor], Any]:
         """Memory that `route` fills: two blocks, cut by name; and EpPlan over them."""

@@ -10,6 +10,7 @@ the home stream, and its rows are given back only when both are done with them.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -48,6 +49,15 @@ def heap_bytes_of(config: EpConfig, topology: Topology) -> int:
     return -(-wanted // HEAP_STEP_BYTES) * HEAP_STEP_BYTES
 
 
+@functools.cache
+def _allocator(file: str) -> torch.cuda.memory.CUDAPluggableAllocator:
+    """The native module's functions as an allocator, one for the life of the process.
+
+    Blocks that users hold may be the last to use it, long after their group was closed.
+    """
+    return torch.cuda.memory.CUDAPluggableAllocator(file, "ep_segment_alloc", "ep_segment_free")
+
+
 class OutputPool:
     """Hands out tensors that lie in an arena.
 
@@ -62,10 +72,7 @@ class OutputPool:
         self._module = module
         self._arena = arena
         self._device = device
-        self._allocator = torch.cuda.memory.CUDAPluggableAllocator(
-            module.__file__, "ep_segment_alloc", "ep_segment_free"
-        )
-        self._pool = torch.cuda.MemPool(self._allocator.allocator())
+        self._pool = torch.cuda.MemPool(_allocator(module.__file__).allocator())
         self._home: torch.cuda.Stream | None = None
         self._anchor: Tensor | None = None
         self._captured: list[Tensor] = []
@@ -132,6 +139,8 @@ class OutputPool:
             block = self._cut(elements, dtype)
         except torch.OutOfMemoryError:
             torch.cuda.synchronize(self._device)
+            # Outside the pool, torch looks which blocks other streams have finished with.
+            torch.empty(1, device=self._device)
             try:
                 block = self._cut(elements, dtype)
             except torch.OutOfMemoryError:

@@ -1,0 +1,132 @@
+"""The device tier between processes that share a GPU, bit for bit against the reference tier.
+
+Needs a GPU; the processes need MPS to run at the same time (scripts/gpu_windows.sh starts it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import device_cases as cases
+import pytest
+from device_cases import Case
+from multi_process import ProcessWorld
+
+pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(180)]
+
+SMALL_HEAP = Case(kind="even", hidden=4096, tokens=(256,) * 4, output_bytes=32 << 20)
+STATIC = Case(tokens=(64, 32, 48, 64), capacity=512, num_topk=2, alignment=16)
+
+
+@pytest.fixture(scope="module", params=[4, 2], ids=["4 ranks", "2 ranks"])
+def world(request: pytest.FixtureRequest) -> Iterator[ProcessWorld]:
+    """Processes that stay up for all tests."""
+    with ProcessWorld(request.param) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(kind="skewed", hidden=1024, num_topk=8, num_experts=32),
+        Case(kind="all_to_one"),
+        Case(kind="any", num_topk=5, alignment=16),
+        Case(dtype="float16", alignment=128),
+        Case(dtype="float32", kind="any", precision="exact"),
+        Case(kind="any", precision="exact", num_topk=4),
+        Case(tokens=(65, 0, 1, 33), kind="any", num_topk=3),
+        Case(tokens=(0, 0, 0, 0)),
+        Case(tokens=(1, 1, 1, 1), num_topk=1, num_experts=5),
+        Case(hidden=72, num_sms=1),
+        Case(hidden=2880, num_sms=8, tokens=(200, 100, 300, 150), num_topk=4),
+    ],
+    ids=lambda case: f"{case.kind} {case.dtype} T{case.tokens} H{case.hidden} K{case.num_topk}",
+)
+def test_every_result_is_the_references(world: ProcessWorld, case: Case) -> None:
+    """Plan, rows, weights, sums and both gradients."""
+    assert not any(world.run(cases.rounds_differ, case))
+
+
+def test_fifty_rounds_of_changing_routing(world: ProcessWorld) -> None:
+    assert not any(world.run(cases.rounds_differ, Case(kind="any", num_topk=4), 50))
+
+
+@pytest.mark.parametrize(("dtype", "tier"), [("bfloat16", "device"), ("float64", "reference")])
+def test_auto_takes_the_device_tier_where_it_can(
+    world: ProcessWorld, dtype: str, tier: str
+) -> None:
+    assert set(world.run(cases.chosen_tier, dtype)) == {tier}
+
+
+def test_two_plans_interleave(world: ProcessWorld) -> None:
+    assert not any(world.run(cases.plans_interleaved, Case(kind="any")))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_groups_alternate_and_close_in_either_order(world: ProcessWorld, first: int) -> None:
+    assert not any(world.run(cases.groups_alternate, Case(), first))
+
+
+def test_outputs_are_ordinary_tensors(world: ProcessWorld) -> None:
+    """Not views, no aliases, resizable, valid after close and on other streams."""
+    for found in world.run(cases.outputs_are_ordinary, Case()):
+        assert found == {
+            "is_view": False,
+            "alias": False,
+            "after_close": True,
+            "other_stream": True,
+        }
+
+
+def test_memory_of_dropped_outputs_is_used_again(world: ProcessWorld) -> None:
+    """Outputs of 200 rounds take far more than the heap."""
+    assert set(world.run(cases.memory_is_reused, SMALL_HEAP, 200)) == {200}
+
+
+def test_a_full_heap_names_the_size_that_would_do(world: ProcessWorld) -> None:
+    for message, works_again in world.run(cases.heap_exhausted, SMALL_HEAP):
+        assert "output_bytes=33554432" in message
+        assert "would do" in message
+        assert works_again
+
+
+def test_a_bad_expert_id_stops_all_ranks_and_the_group_goes_on(world: ProcessWorld) -> None:
+    for rank, (kind, message, differ) in enumerate(world.run(cases.bad_routing, Case())):
+        assert kind == ("RoutingError" if rank == 1 else "AgreementError")
+        assert ("expert 16" if rank == 1 else "rank 1") in message
+        assert not differ
+
+
+def test_static_mode_is_the_references(world: ProcessWorld) -> None:
+    assert not any(world.run(cases.rounds_differ, STATIC, 3))
+
+
+def test_static_mode_drops_what_the_reference_drops(world: ProcessWorld) -> None:
+    """And tells the true demand."""
+    tight = replace(STATIC, capacity=48, kind="skewed")
+    assert not any(world.run(cases.rounds_differ, tight, 3))
+
+
+def test_a_graph_of_a_layer_replays_with_other_routings(world: ProcessWorld) -> None:
+    assert not any(world.run(cases.graph_replays_differ, STATIC, 5))
+
+
+def test_static_mode_neither_synchronises_nor_allocates(world: ProcessWorld) -> None:
+    assert set(world.run(cases.static_steady_state, STATIC, 10)) == {0}
+
+
+@pytest.mark.fault
+def test_an_absent_rank_is_named_in_time_and_a_new_group_works(world: ProcessWorld) -> None:
+    deadline_s = 2.0
+    answers = world.run(cases.absent_rank, Case(timeout_s=deadline_s))
+    last = len(answers) - 1
+    named = 0
+    for rank, (seconds, peer, phase, differ) in enumerate(answers):
+        assert not differ
+        if rank != last:
+            assert phase
+            assert seconds < deadline_s + 1
+            named += peer == last
+    assert named
