@@ -16,12 +16,12 @@ import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from ep_dispatcher.train.config import TrainConfig
 from ep_dispatcher.train.data import Corpus
 from ep_dispatcher.train.manifest import (
-    MANIFEST,
     PARTIAL,
     CheckpointError,
     Manifest,
@@ -32,8 +32,9 @@ from ep_dispatcher.train.manifest import (
 from ep_dispatcher.train.model import Job
 from ep_dispatcher.train.runtime import Runtime
 
-# The sharded optimizer can be laid out anew for another number of ranks; one name for all versions.
-_OPTIMIZER_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+# How a sharded optimizer is laid out; the only form that Megatron can load with torch's AdamW. It
+# needs the same layout of ranks, which a resumed run must have anyway.
+_OPTIMIZER_METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
 
 
 class DirectSave(torch_strategies.TorchDistSaveShardedStrategy):  # type: ignore[misc]
@@ -122,9 +123,12 @@ class Checkpoints:
             return 0
         manifest = Manifest.read(folder)
         self._refuse_damage(manifest, folder)
+        _allocate_state(job.optimizer)
         state = dist_checkpointing.load(_state_of(job, self._runtime, loading=True), str(folder))
         job.chunk.module.load_state_dict(state["model"])
-        job.optimizer.load_state_dict(state["optimizer"])
+        with torch.no_grad():  # a sharded fp32 optimizer copies into views of the parameters
+            job.optimizer.load_state_dict(state["optimizer"])
+        _separate_step_counts(job.optimizer)
         _set_random_state(state["random"], self._runtime)
         return manifest.step
 
@@ -166,6 +170,34 @@ def _state_of(job: Job, runtime: Runtime, *, loading: bool) -> dict[str, Any]:
     }
 
 
+def _allocate_state(optimizer: Any) -> None:  # noqa: ANN401
+    """Give a sharded optimizer its state, to be overwritten by the load.
+
+    Without Transformer Engine or Apex, Megatron asks it for its step count before it has any.
+    """
+    for each in _sharded_parts(optimizer):
+        if not each.optimizer.state:
+            each._init_optimizer_states_with_dummy_values()
+
+
+def _separate_step_counts(optimizer: Any) -> None:  # noqa: ANN401
+    """Give each parameter a step count of its own.
+
+    Megatron loads one tensor into the state of all parameters of torch's AdamW, which then counts
+    a step for each of them: the bias correction would be wrong from the second step on.
+    """
+    for each in _sharded_parts(optimizer):
+        for state in each.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+
+def _sharded_parts(optimizer: Any) -> list[DistributedOptimizer]:  # noqa: ANN401
+    """The distributed optimizers in Megatron's optimizer: one for dense, one for expert weights."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [each for each in parts if isinstance(each, DistributedOptimizer)]
+
+
 def _random_state(runtime: Runtime) -> dict[str, Any]:
     """State of the generators that a step may draw from."""
     return {
@@ -181,6 +213,3 @@ def _set_random_state(state: dict[str, Any], runtime: Runtime) -> None:
     if runtime.on_gpu:
         torch.cuda.set_rng_state(state["device"])
     get_cuda_rng_tracker().set_states(state["tracker"])
-
-
-__all__ = ["MANIFEST", "CheckpointError", "Checkpoints"]
