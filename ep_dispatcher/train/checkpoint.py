@@ -128,7 +128,7 @@ class Checkpoints:
         job.chunk.module.load_state_dict(state["model"])
         with torch.no_grad():  # a sharded fp32 optimizer copies into views of the parameters
             job.optimizer.load_state_dict(state["optimizer"])
-        _separate_step_counts(job.optimizer)
+        _set_step_counts(job.optimizer, manifest.step)
         _set_random_state(state["random"], self._runtime)
         return manifest.step
 
@@ -180,16 +180,17 @@ def _allocate_state(optimizer: Any) -> None:  # noqa: ANN401
             each._init_optimizer_states_with_dummy_values()
 
 
-def _separate_step_counts(optimizer: Any) -> None:  # noqa: ANN401
-    """Give each parameter a step count of its own.
+def _set_step_counts(optimizer: Any, step: int) -> None:  # noqa: ANN401
+    """Give each parameter of a sharded optimizer the step count that its bias correction needs.
 
-    Megatron loads one tensor into the state of all parameters of torch's AdamW, which then counts
-    a step for each of them: the bias correction would be wrong from the second step on.
+    Megatron does not save the counts of torch's AdamW in this form, and lets all parameters share
+    one tensor, which then counts a step for each of them. No step is ever skipped here (there is
+    no loss scale), so the count is the run's.
     """
     for each in _sharded_parts(optimizer):
         for state in each.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
+                state["step"] = torch.full_like(state["step"], step)
 
 
 def _sharded_parts(optimizer: Any) -> list[DistributedOptimizer]:  # noqa: ANN401
