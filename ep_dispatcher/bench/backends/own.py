@@ -1,0 +1,119 @@
+"""This package's tiers, through EPGroup and autograd, as a user calls them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import ep_dispatcher
+from ep_dispatcher import EPGroup, Plan
+from ep_dispatcher.bench.backends.base import (
+    Identity,
+    Lap,
+    Layout,
+    Place,
+    Received,
+    Refused,
+    Wire,
+    class_name,
+    file_of,
+)
+from ep_dispatcher.bench.spec import Work
+from ep_dispatcher.errors import EpError
+from ep_dispatcher.memory import persistent_bytes
+
+
+class OwnSession:
+    """See `Session`."""
+
+    layout: Layout = "expert_major"
+    has_backward = True
+
+    def __init__(self, work: Work, place: Place) -> None:
+        """Open a group of the tier that the backend's name says."""
+        tier = "device" if place.name.endswith("/device") else "reference"
+        try:
+            self._group = EPGroup.create(place.group, work.ep_config(tier))  # type: ignore[arg-type]
+        except EpError as error:
+            raise Refused(str(error)) from error
+        self.wire: Wire = "deduplicated" if tier == "device" else "by_rank"
+        sizes = persistent_bytes(self._group.config, self._group.topology, self._group.tier)  # type: ignore[arg-type]
+        self.persistent_bytes: int | None = sizes["total"]
+        self._plan: Plan | None = None
+        self._topk_idx = torch.empty(0)
+        self._kept: list[Tensor] = []
+
+    def identity(self) -> Identity:
+        """Tier and the class that serves it."""
+        backend = self._group._open_backend()
+        return Identity(
+            classes=(class_name(self._group), class_name(backend)),
+            files=(file_of(ep_dispatcher),),
+            versions={"ep_dispatcher": ep_dispatcher.__version__},
+            notes=(f"tier {self._group.tier}", "called through EPGroup and autograd"),
+        )
+
+    def prepare(self, topk_idx: Tensor, topk_weights: Tensor) -> None:
+        """Nothing to convert."""
+        self._topk_idx = topk_idx
+
+    def plan(self, lap: Lap) -> None:
+        """See `Session.plan`."""
+        self._plan = self._group.plan(self._topk_idx)
+        lap("plan")
+
+    def dispatch(self, x: Tensor, topk_weights: Tensor, lap: Lap) -> Received:
+        """See `Session.dispatch`."""
+        plan = self._the_plan()
+        rows_in = x.detach().requires_grad_()
+        weights_in = topk_weights.detach().requires_grad_()
+        rows, weights = self._group.dispatch(plan, rows_in, weights_in)
+        lap("dispatch")
+        assert weights is not None
+        self._kept = [rows_in, weights_in, rows, weights]
+        return Received(
+            rows=rows.detach(),
+            weights=weights.detach(),
+            tokens_per_expert=plan.tokens_per_expert.cpu(),
+            segment_rows=plan.padded_tokens_per_expert.cpu(),
+        )
+
+    def combine(self, expert_out: Tensor, lap: Lap) -> Tensor:
+        """See `Session.combine`."""
+        rows_out = expert_out.detach().requires_grad_()
+        out = self._group.combine(self._the_plan(), rows_out)
+        lap("combine")
+        self._kept += [rows_out, out]
+        return out.detach()
+
+    def combine_backward(self, grad_out: Tensor, lap: Lap) -> Tensor:
+        """See `Session.combine_backward`."""
+        rows_out, out = self._kept[4:]
+        (grad,) = torch.autograd.grad(out, rows_out, grad_out)
+        lap("combine_backward")
+        return grad
+
+    def dispatch_backward(
+        self, grad_rows: Tensor, grad_weights: Tensor, lap: Lap
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Session.dispatch_backward`."""
+        rows_in, weights_in, rows, weights = self._kept[:4]
+        grad_x, grad_topk = torch.autograd.grad(
+            [rows, weights], [rows_in, weights_in], [grad_rows, grad_weights]
+        )
+        lap("dispatch_backward")
+        return grad_x, grad_topk
+
+    def close(self) -> None:
+        """See `Session.close`."""
+        self._kept, self._plan = [], None
+        self._group.close()
+
+    def _the_plan(self) -> Plan:
+        assert self._plan is not None, "plan comes before dispatch"
+        return self._plan
+
+
+def open_session(work: Work, place: Place) -> OwnSession:
+    """Open this package's tier."""
+    return OwnSession(work, place)

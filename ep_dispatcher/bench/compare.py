@@ -1,0 +1,161 @@
+"""Compares two recorded runs: the ratio of medians with a bootstrap confidence interval.
+
+Rounds are resampled with replacement within each run, 2000 times, from a fixed seed. A phase has
+regressed where the whole interval of B / A lies above 1 + tolerance: noise alone does not do that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from ep_dispatcher.errors import ConfigError
+
+_RESAMPLES = 2000
+_SEED = 20240501
+_WORK = (
+    "ranks",
+    "domains",
+    "num_tokens",
+    "hidden",
+    "num_topk",
+    "num_experts",
+    "dtype",
+    "routing",
+    "skew",
+    "masked_fraction",
+    "trace",
+    "alignment",
+    "num_sms",
+    "chunk_tokens",
+    "seed",
+)
+
+Line = dict[str, Any]
+Key = tuple[object, ...]
+Verdict = Literal["slower", "faster", "same", "lost", "new"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One phase of one backend on one work, before and after.
+
+    Attributes:
+        what: backend, phase and the fields of the work, for people.
+        before_us: median of A; None where A has no time.
+        after_us: median of B; None where B has no time.
+        ratio: after / before.
+        low: lower end of the ratio's interval; `high`: upper end.
+        verdict: "slower" and "lost" make a regression.
+    """
+
+    what: str
+    before_us: float | None
+    after_us: float | None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    verdict: Verdict
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether B is worse beyond doubt: slower, or without a time that A has."""
+        return self.verdict in ("slower", "lost")
+
+
+def compare(
+    before: Sequence[Line],
+    after: Sequence[Line],
+    *,
+    tolerance: float = 0.05,
+    confidence: float = 0.95,
+) -> list[Change]:
+    """Match the lines of two runs and judge each pair.
+
+    Args:
+        before: lines of A; the last line of a kind counts.
+        after: lines of B.
+        tolerance: slow-down that is not worth a word, as a share.
+        confidence: of the interval.
+
+    Raises:
+        ConfigError: tolerance or confidence out of range, or nothing in common.
+    """
+    if tolerance < 0:
+        raise ConfigError(f"tolerance is {tolerance}; it must be 0 or more")
+    if not 0.5 <= confidence < 1:
+        raise ConfigError(f"confidence is {confidence}; it must be in [0.5, 1)")
+    old, new = _by_key(before), _by_key(after)
+    if not set(old) & set(new):
+        raise ConfigError("the two runs have no backend, phase and work in common")
+    return [
+        _judge(key, old.get(key), new.get(key), tolerance, confidence)
+        for key in sorted(set(old) | set(new), key=str)
+    ]
+
+
+def bootstrap_ratio(
+    before: Sequence[float], after: Sequence[float], confidence: float
+) -> tuple[float, float]:
+    """Interval of median(after) / median(before).
+
+    Example: before all 10, after all 20 -> (2.0, 2.0).
+    """
+    source = np.random.default_rng(_SEED)
+    medians = [
+        np.median(source.choice(np.asarray(times), (_RESAMPLES, len(times))), axis=1)
+        for times in (before, after)
+    ]
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(medians[1] / medians[0], [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def _by_key(lines: Sequence[Line]) -> dict[Key, Line]:
+    """Timed lines by backend, phase and work."""
+    return {
+        (line["backend"], line["phase"], *(line.get(name) for name in _WORK)): line
+        for line in lines
+        if "median_us" in line and "phase" in line
+    }
+
+
+def _judge(
+    key: Key, old: Line | None, new: Line | None, tolerance: float, confidence: float
+) -> Change:
+    """Judge one pair of lines."""
+    what = _words(key)
+    if old is None or new is None:
+        times = [None if line is None else float(line["median_us"]) for line in (old, new)]
+        verdict: Verdict = "new" if old is None else "lost"
+        return Change(what=what, before_us=times[0], after_us=times[1], verdict=verdict)
+    rounds = [line.get("rounds_us") or [line["median_us"]] for line in (old, new)]
+    low, high = bootstrap_ratio(rounds[0], rounds[1], confidence)
+    verdict = "same"
+    if low > 1 + tolerance:
+        verdict = "slower"
+    elif high < 1 / (1 + tolerance):
+        verdict = "faster"
+    before_us, after_us = float(old["median_us"]), float(new["median_us"])
+    ratio = after_us / before_us
+    return Change(
+        what=what,
+        before_us=before_us,
+        after_us=after_us,
+        ratio=ratio,
+        low=low,
+        high=high,
+        verdict=verdict,
+    )
+
+
+def _words(key: Key) -> str:
+    """A key for people: names only what is not the usual."""
+    usual = {"domains": 1, "alignment": 1, "chunk_tokens": 64, "seed": 0}
+    backend, phase, *values = key
+    named = zip(_WORK, values, strict=True)
+    shown = [f"{n}={v}" for n, v in named if v is not None and usual.get(n) != v]
+    return f"{backend} {phase} {' '.join(shown)}"

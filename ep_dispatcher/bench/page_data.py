@@ -1,0 +1,294 @@
+"""What the pages show, taken from recorded lines: tables and series, no drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Line = dict[str, Any]
+PHASES = ("plan", "permute", "dispatch", "combine", "unpermute")
+BACKWARD_PHASES = ("combine_backward", "dispatch_backward")
+LAYER_PHASES = ("layer_forward", "layer_backward")
+RATES = ("wire", "D1", "D2", "D3", "D4_send", "D4_receive", "D5_assignments", "D5_pairs")
+_SETTING = (
+    "ranks",
+    "domains",
+    "num_tokens",
+    "hidden",
+    "num_topk",
+    "num_experts",
+    "dtype",
+    "routing",
+    "skew",
+    "masked_fraction",
+    "alignment",
+    "chunk_tokens",
+    "seed",
+    "trace",
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table of texts; the first column names the row."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+def timed(lines: Sequence[Line]) -> list[Line]:
+    """Lines with a time."""
+    return [line for line in lines if "median_us" in line]
+
+
+def setting_of(line: Line) -> tuple[object, ...]:
+    """What was moved, whatever moved it and with how many SMs."""
+    return tuple(line.get(name) for name in _SETTING)
+
+
+def setting_words(line: Line) -> str:
+    """A setting for people."""
+    words = [f"{line['ranks']} ranks", f"T={line['num_tokens']}", f"H={line['hidden']}"]
+    words += [f"K={line['num_topk']}", f"E={line['num_experts']}", str(line["dtype"])]
+    words.append(str(line["routing"]) + (f" {line['skew']:g}" if "skew" in line else ""))
+    if line.get("masked_fraction"):
+        words.append(f"{line['masked_fraction']:.0%} masked")
+    if line.get("domains", 1) > 1:
+        words.append(f"{line['domains']} domains")
+    return ", ".join(words)
+
+
+def backends_of(lines: Sequence[Line]) -> list[str]:
+    """Backends in the order in which they appear."""
+    return list(dict.fromkeys(line["backend"] for line in lines))
+
+
+def phase_table(lines: Sequence[Line]) -> list[Table]:
+    """For each setting: median and p95 of each phase, by backend and SMs; refusals below."""
+    tables = []
+    for setting in dict.fromkeys(map(setting_of, lines)):
+        mine = [line for line in lines if setting_of(line) == setting]
+        rows = [row for key in _variants(mine) for row in _phase_rows(mine, key)]
+        head = ("backend", "SMs", *(*PHASES, *BACKWARD_PHASES, *LAYER_PHASES), "round trip")
+        note = "Microseconds, median / 95th percentile of the slowest rank of each round."
+        tables.append(Table(setting_words(mine[0]), head, tuple(rows), note))
+    return tables
+
+
+def best_table(lines: Sequence[Line]) -> Table | None:
+    """Equal SMs against each backend's best SMs; None where SMs were not swept."""
+    rows = []
+    for setting in dict.fromkeys(map(setting_of, timed(lines))):
+        mine = [line for line in timed(lines) if setting_of(line) == setting]
+        budgets = sorted({line["num_sms"] for line in mine})
+        if len(budgets) < 2:
+            continue
+        for backend in backends_of(mine):
+            totals = {
+                sms: total
+                for sms in budgets
+                if (total := round_trip_us(mine, (backend, sms))) is not None
+            }
+            if totals:
+                best = min(totals, key=lambda sms: totals[sms])
+                equal = [f"{totals[sms]:,.0f}" if sms in totals else "" for sms in budgets]
+                cell = " / ".join(equal)
+                words = setting_words(mine[0])
+                rows.append((backend, words, cell, str(best), f"{totals[best]:,.0f}"))
+    if not rows:
+        return None
+    sms_words = " / ".join(str(sms) for sms in sorted({line["num_sms"] for line in timed(lines)}))
+    head = ("backend", "setting", f"us at equal SMs ({sms_words})", "best SMs", "us there")
+    return Table("Equal SMs and each one's best", head, tuple(rows), "Forward round trip.")
+
+
+def rate_table(lines: Sequence[Line]) -> Table:
+    """The bandwidth definitions side by side, for dispatch and combine of each setting."""
+    rows = []
+    for line in timed(lines):
+        rates = line.get("bandwidth_GBps")
+        if not rates or line["phase"] not in ("dispatch", "combine"):
+            continue
+        share = line.get("ceiling_fraction")
+        ceiling = f"{share:.0%} of {line['ceiling']}" if share is not None else ""
+        rows.append(
+            (
+                line["backend"],
+                f"{setting_words(line)}, {line['num_sms']} SMs",
+                line["phase"],
+                f"{line['wire_bytes'] / 1e6:,.2f}",
+                *(f"{rates[name]:.3g}" for name in RATES),
+                ceiling,
+            )
+        )
+    head = ("backend", "setting", "phase", "wire MB", *RATES, "of the measured ceiling")
+    return Table("Bytes and bandwidths, GB/s a rank", head, tuple(rows), RATES_NOTE)
+
+
+def cost_table(lines: Sequence[Line]) -> Table:
+    """Memory, host time, launches and waits of each backend."""
+    rows = []
+    seen = set()
+    for line in timed(lines):
+        key = (line["backend"], line["num_sms"], setting_of(line))
+        if key in seen:
+            continue
+        seen.add(key)
+        rows.append(
+            (
+                line["backend"],
+                f"{setting_words(line)}, {line['num_sms']} SMs",
+                _megabytes(line.get("persistent_bytes")),
+                _megabytes(line.get("peak_bytes")),
+                f"{line.get('cpu_us', 0):,.0f}",
+                str(line.get("launches", "not counted")),
+                str(line.get("host_syncs", "not counted")),
+                f"{line.get('open_s', 0):.2f}",
+                f"{line.get('max_error', 0):.1e}",
+            )
+        )
+    head = (
+        "backend",
+        "setting",
+        "persistent MB",
+        "peak MB",
+        "CPU us a round",
+        "launches",
+        "host waits",
+        "open s",
+        "largest error",
+    )
+    note = (
+        "A round is plan, dispatch, combine and both backwards. Largest error: of a sum against "
+        "float64, as a share of the sum of its terms' magnitudes."
+    )
+    return Table("Costs beside time", head, tuple(rows), note)
+
+
+def proof_table(lines: Sequence[Line]) -> Table:
+    """What really ran under each name."""
+    rows = {}
+    for line in timed(lines):
+        identity = line.get("identity")
+        if identity:
+            versions = ", ".join(f"{k} {v}" for k, v in identity["versions"].items())
+            rows[line["backend"]] = (
+                line["backend"],
+                ", ".join(identity["classes"]),
+                ", ".join(identity["files"]),
+                versions,
+                "; ".join(identity["notes"]),
+            )
+    head = ("backend", "classes", "files", "versions", "notes")
+    return Table("What ran", head, tuple(rows.values()))
+
+
+def refusal_table(lines: Sequence[Line]) -> Table:
+    """Rows without a time, and why."""
+    rows = [
+        (line["backend"], f"{setting_words(line)}, {line['num_sms']} SMs", line["error"])
+        for line in lines
+        if "error" in line
+    ]
+    return Table("Without a time", ("backend", "setting", "why"), tuple(rows))
+
+
+def series(
+    lines: Sequence[Line],
+    axis: str,
+    value: Callable[[Sequence[Line], tuple[str, int]], float | None],
+    *,
+    where: Callable[[Line], bool] = lambda line: True,
+) -> tuple[str, dict[str, list[tuple[float, float]]]]:
+    """Points of each backend along one swept field, all other fields being equal.
+
+    The setting with most points is shown; fields that travel with the axis (the skew with zipf) are
+    not compared.
+
+    Args:
+        lines: recorded.
+        axis: a field of the work.
+        value: of the lines of one setting and (backend, SMs).
+        where: lines to look at.
+
+    Returns:
+        Words of the setting, and backend -> [(axis value, value)] by ascending axis value.
+    """
+    families: dict[tuple[object, ...], list[Line]] = {}
+    for line in timed(lines):
+        if axis in line and where(line):
+            families.setdefault(_family(line, axis), []).append(line)
+    if not families:
+        return "", {}
+    chosen = max(families.values(), key=lambda mine: len({line[axis] for line in mine}))
+    found: dict[str, list[tuple[float, float]]] = {}
+    for backend, sms in _variants(chosen):
+        name = backend
+        for point in sorted({line[axis] for line in chosen}):
+            here = [line for line in chosen if line[axis] == point]
+            measured = value(here, (backend, sms))
+            if measured is not None:
+                found.setdefault(name, []).append((float(point), measured))
+    merged = {name: sorted(set(points)) for name, points in found.items()}
+    return setting_words(chosen[0]), {n: p for n, p in merged.items() if len(p) > 1}
+
+
+def median_us(lines: Sequence[Line], variant: tuple[str, int], phase: str) -> float | None:
+    """Median of one phase of one variant; the last line counts."""
+    found = [
+        float(line["median_us"])
+        for line in timed(lines)
+        if (line["backend"], line["num_sms"]) == variant and line["phase"] == phase
+    ]
+    return found[-1] if found else None
+
+
+def round_trip_us(lines: Sequence[Line], variant: tuple[str, int]) -> float | None:
+    """Plan, permutes, dispatch and combine together; None without a dispatch and a combine."""
+    times = {phase: median_us(lines, variant, phase) for phase in PHASES}
+    if times["dispatch"] is None or times["combine"] is None:
+        return None
+    return sum(us for us in times.values() if us is not None)
+
+
+def _variants(lines: Sequence[Line]) -> list[tuple[str, int]]:
+    """(backend, SMs) pairs in order."""
+    return list(dict.fromkeys((line["backend"], line["num_sms"]) for line in lines))
+
+
+def _phase_rows(lines: Sequence[Line], variant: tuple[str, int]) -> list[tuple[str, ...]]:
+    """The row of one variant; none where it has no time."""
+    mine = [line for line in timed(lines) if (line["backend"], line["num_sms"]) == variant]
+    by_phase = {line["phase"]: line for line in mine}
+    if not by_phase:
+        return []
+    cells = []
+    for phase in (*PHASES, *BACKWARD_PHASES, *LAYER_PHASES):
+        line = by_phase.get(phase)
+        cells.append(f"{line['median_us']:,.0f} / {line['p95_us']:,.0f}" if line else "")
+    total = round_trip_us(mine, variant)
+    return [(variant[0], str(variant[1]), *cells, f"{total:,.0f}" if total else "")]
+
+
+def _family(line: Line, axis: str) -> tuple[object, ...]:
+    """Everything that must be equal along an axis."""
+    dropped = {axis, "rounds"} | ({"num_sms"} if axis == "num_sms" else set())
+    kept = [name for name in (*_SETTING, "num_sms") if name not in dropped]
+    return tuple(line.get(name) for name in kept)
+
+
+def _megabytes(size: float | None) -> str:
+    return "unknown" if size is None else f"{size / 1e6:,.1f}"
+
+
+RATES_NOTE = (
+    "wire: rows that leave a rank, the figure to hold against a link. "
+    "D1: (token, domain) pairs, own domain included (DeepEP RDMA). "
+    "D2: rows received, own ones included (DeepEP NVL). "
+    "D3: (token, rank) pairs with indices and weights, own rank included (DeepEP V2 logical). "
+    "D4: sent and received apart, own rank excluded (NCCL EP bench). "
+    "D5: assignments, and (token, rank) pairs, the plan's time charged (CollectiveX)."
+)

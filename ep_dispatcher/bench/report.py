@@ -1,0 +1,147 @@
+"""Two pages from recorded lines: Markdown with its pictures beside it, and one HTML file alone."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Sequence
+from pathlib import Path
+
+from ep_dispatcher.bench.page_data import (
+    Line,
+    Table,
+    best_table,
+    cost_table,
+    phase_table,
+    proof_table,
+    rate_table,
+    refusal_table,
+)
+from ep_dispatcher.bench.plots import Plot, make_plots
+from ep_dispatcher.errors import ConfigError
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem;
+  color: #1c2733; }
+h1 { margin-bottom: 0; } h2 { margin-top: 2.5rem; border-bottom: 2px solid #0b6e4f; }
+h3 { margin: 1.6rem 0 .4rem; font-size: 1rem; } .facts, .note, figcaption { color: #5a6774; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }
+th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #e3e7eb; }
+th:first-child, td:first-child { text-align: left; font-weight: 600; white-space: nowrap; }
+.words td, .words th { text-align: left; } tbody tr:hover { background: #f2f7f5; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(32rem, 1fr)); gap: 1rem; }
+figure { margin: 0; } img { width: 100%; }
+"""
+
+
+def write_pages(lines: Sequence[Line], folder: Path) -> list[Path]:
+    """Write report.md with its PNGs and report.html; returns the two pages.
+
+    Raises:
+        ConfigError: there are no lines.
+    """
+    if not lines:
+        raise ConfigError("there are no recorded lines to report on")
+    folder.mkdir(parents=True, exist_ok=True)
+    shown = [line for line in lines if "routing" in line]
+    plots = make_plots(shown)
+    for plot in plots:
+        (folder / f"{plot.name}.png").write_bytes(plot.png)
+    pages = {"report.md": _markdown(shown, plots), "report.html": _html(shown, plots)}
+    for name, text in pages.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in pages]
+
+
+def _sections(lines: Sequence[Line]) -> list[tuple[str, list[Table]]]:
+    """Headed tables in reading order, without empty ones."""
+    best = best_table(lines)
+    sections = [
+        ("Times", [*([best] if best else []), *phase_table(lines)]),
+        ("Bytes", [rate_table(lines)]),
+        ("Costs", [cost_table(lines)]),
+        ("What ran, and what did not", [proof_table(lines), refusal_table(lines)]),
+    ]
+    kept = [(title, [table for table in tables if table.rows]) for title, tables in sections]
+    return [(title, tables) for title, tables in kept if tables]
+
+
+def _facts(lines: Sequence[Line]) -> list[str]:
+    """Machine, versions, commit and commands."""
+    first = lines[0]
+    machine = first["machine"]
+    what = f"{machine['gpu_count']} x {machine['gpu']}" if "gpu" in machine else machine["cpu"]
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    clocks = next((line["clocks"] for line in lines if line.get("clocks")), None)
+    facts = [
+        f"Machine: {what}; ranks share it: {machine['sharing']}.",
+        f"Versions: {versions}; commit {first['commit'][:12]}; {first['when']}.",
+        *sorted({f"Command: {line['command']} (run {line['run']})" for line in lines}),
+        "Every time is the median over the rounds of the slowest rank of each round, after the "
+        "result was checked against a dense reference; every figure is from a JSON line.",
+    ]
+    if clocks:
+        facts.insert(1, "Clocks: " + ", ".join(f"{k} {v:g}" for k, v in clocks.items()) + ".")
+    return facts
+
+
+def _markdown(lines: Sequence[Line], plots: Sequence[Plot]) -> str:
+    """The Markdown page."""
+    parts = ["# Ablation report", *(f"- {fact}" for fact in _facts(lines)), ""]
+    for plot in plots:
+        parts += [f"![{plot.caption}]({plot.name}.png)", "", plot.caption, ""]
+    for title, tables in _sections(lines):
+        parts += [f"## {title}", ""]
+        for table in tables:
+            parts += [f"### {table.title}", ""]
+            parts.append("| " + " | ".join(table.head) + " |")
+            parts.append("|" + "---|" * len(table.head))
+            parts += ["| " + " | ".join(_cell(c) for c in row) + " |" for row in table.rows]
+            parts += ["", table.note, ""] if table.note else [""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _html(lines: Sequence[Line], plots: Sequence[Plot]) -> str:
+    """The HTML page: pictures inside, nothing fetched."""
+    parts = ["<h1>Ablation report</h1>", '<div class="facts">']
+    parts += [f"<div>{html.escape(fact)}</div>" for fact in _facts(lines)]
+    parts += ["</div>", "<h2>At a glance</h2>", '<div class="plots">']
+    parts += [_figure(plot) for plot in plots]
+    parts.append("</div>")
+    for title, tables in _sections(lines):
+        parts.append(f"<h2>{html.escape(title)}</h2>")
+        parts += [_html_table(table) for table in tables]
+    body = "\n".join(parts)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        "<title>Ablation report</title>"
+        f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _figure(plot: Plot) -> str:
+    data = base64.b64encode(plot.png).decode()
+    caption = html.escape(plot.caption)
+    return (
+        f'<figure><img alt="{caption}" src="data:image/png;base64,{data}">'
+        f"<figcaption>{caption}</figcaption></figure>"
+    )
+
+
+def _html_table(table: Table) -> str:
+    words = ' class="words"' if {"why", "notes"} & set(table.head) else ""
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in table.head)
+    rows = "\n".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in table.rows
+    )
+    note = f'<div class="note">{html.escape(table.note)}</div>' if table.note else ""
+    return (
+        f'<h3>{html.escape(table.title)}</h3>{note}<div class="wide"><table{words}><thead>'
+        f"<tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table></div>"
+    )
+
+
+def _cell(text: str) -> str:
+    """A cell that breaks no Markdown table."""
+    return text.replace("|", "\\|").replace("\n", " ")

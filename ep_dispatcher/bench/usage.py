@@ -1,0 +1,105 @@
+"""What a backend costs beside time: memory, launches, host synchronisations, clocks."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+_PAGE = 4096
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes in use: of the whole GPU (libraries allocate behind torch's back) or this process."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE
+
+
+class PeakMemory:
+    """Largest memory since it was made, beyond what was in use then.
+
+    On a GPU torch's allocator counts it; on a CPU the kernel does, where it can be reset.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Forget the peak so far."""
+        self._device = device
+        self._start = self._counted() if device.type == "cuda" else memory_in_use(device)
+        self._resettable = True
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        except OSError:
+            self._resettable = False
+
+    def read(self) -> int | None:
+        """Bytes; None where the kernel keeps no peak that can be reset."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) - self._start
+        if not self._resettable:
+            return None
+        return max(_high_water_bytes() - self._start, 0)
+
+    def _counted(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+
+def count_calls(work: Callable[[], object]) -> dict[str, int]:
+    """Launches and host waits of one call on a GPU, as CUPTI records them.
+
+    Returns:
+        "launches" (kernels, copies and fills that were enqueued) and "host_syncs" (calls of the
+        CUDA runtime that waited, the one that ends the measurement left out).
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        work()
+    counts = {"launches": 0, "host_syncs": 0}
+    for event in profiler.events():
+        name = event.name
+        if name.startswith(("cudaLaunch", "cuLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")):
+            counts["launches"] += 1
+        elif name in _WAITS:
+            counts["host_syncs"] += 1
+    counts["host_syncs"] = max(counts["host_syncs"] - 1, 0)  # the profiler waits once at its end
+    return counts
+
+
+def read_clocks(device: torch.device) -> dict[str, float] | None:
+    """Clocks in MHz right now; None where nothing tells them."""
+    if device.type != "cuda":
+        return _cpu_clock()
+    command = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        first = done.stdout.splitlines()[device.index or 0]
+        sm_mhz, memory_mhz = (float(word) for word in first.split(","))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+    return {"sm_mhz": sm_mhz, "memory_mhz": memory_mhz}
+
+
+def _cpu_clock() -> dict[str, float] | None:
+    """Mean clock of the cores."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = [float(line.split(":")[1]) for line in text.splitlines() if line.startswith("cpu MHz")]
+    return {"cpu_mhz": round(sum(found) / len(found), 1)} if found else None
+
+
+def _high_water_bytes() -> int:
+    """Peak resident size of this process."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
