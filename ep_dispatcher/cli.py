@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ep_dispatcher._version import __version__
+from ep_dispatcher.bench import command as bench_command
 from ep_dispatcher.bench import plan_cpu
 from ep_dispatcher.bench.results import ResultLog
 from ep_dispatcher.doctor import Diagnosis, diagnose
@@ -142,7 +143,8 @@ def _add_doctor(commands: Any) -> None:  # noqa: ANN401
 
 def _add_bench(commands: Any) -> None:  # noqa: ANN401
     parser = _add_command(commands, "bench", _bench_plan, "benchmarks; results as JSON lines")
-    suites = parser.add_subparsers(dest="suite", required=True, metavar="{plan}")
+    names = "{run,compare,report,trace,plan}"
+    suites = parser.add_subparsers(dest="suite", required=True, metavar=names)
     plan = _add_command(suites, "plan", _bench_plan, "time of the plan on the CPU")
     plan.add_argument("--tokens", type=int, default=4096, help="tokens per rank")
     plan.add_argument("--experts", type=int, default=256)
@@ -152,6 +154,7 @@ def _add_bench(commands: Any) -> None:  # noqa: ANN401
     plan.add_argument(
         "--out", type=Path, default=Path("docs/results/plan.jsonl"), help="file to append to"
     )
+    bench_command.add_to(suites)
 
 
 def _train(args: argparse.Namespace) -> int:
