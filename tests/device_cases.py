@@ -47,7 +47,7 @@ class Case:
     precision: str = "rounded"
     capacity: int | None = None
     num_sms: int = 4
-    timeout_s: float = 20.0
+    timeout_s: float = 5.0
     output_bytes: int | None = None
     seed: int = 0
 
