@@ -113,9 +113,10 @@ class Plan:
         padded_tokens_per_expert: [L] int64, the same with padding; what a grouped GEMM runs over.
         expert_offsets: [L] int64, first row of each local expert.
         num_recv_rows: R, rows of recv_x; in static mode the capacity.
-        demand_rows: rows that dropless routing would need (a tensor of one int64 on the GPU where
-            the device tier works in static mode, as the host does not wait for it); above `num_recv_rows` means that rows
-            were dropped, by the same rule on all ranks: those with the highest row numbers.
+        demand_rows: rows that dropless routing would need (one int64 on the GPU where the device
+            tier works in static mode, as the host does not wait for it); above `num_recv_rows`
+            means that rows were dropped, by the same rule on all ranks: those with the highest
+            row numbers.
         transport: the backend's own part.
     """
 
