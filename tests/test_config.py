@@ -8,7 +8,7 @@ import pytest
 
 from ep_dispatcher import ConfigError, EpConfig, EpError, MoeShape, Topology, Tuning
 
-SHAPE = {"hidden": 64, "num_topk": 2, "num_experts": 8}
+SHAPE: dict[str, Any] = {"hidden": 64, "num_topk": 2, "num_experts": 8}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_common_widths_are_allowed(hidden: int, dtype: str) -> None:
 )
 def test_config_is_checked(changes: dict[str, Any], says: str) -> None:
     """Each field of EpConfig."""
-    values = {"shape": MoeShape(**SHAPE), "max_tokens_per_rank": 16} | changes
+    values: dict[str, Any] = {"shape": MoeShape(**SHAPE), "max_tokens_per_rank": 16} | changes
     with pytest.raises(ConfigError, match=says):
         EpConfig(**values)
 
