@@ -160,19 +160,24 @@ class Launch:
         failures = 0
         with tempfile.TemporaryDirectory(prefix="ep_bench_") as folder:
             while len(outcomes) < len(self.works):
-                if failures >= self.method.max_failures:
-                    outcomes += self._give_up(len(outcomes), failures)
+                if (reason := self._why_stop(team, failures)) is not None:
+                    rest = self.works[len(outcomes) :]
+                    outcomes += [
+                        Outcome(backend=self.backend, work=work, error=reason) for work in rest
+                    ]
                     break
                 done, failed = self._run_set(team, Path(folder), len(outcomes))
                 failures += failed
                 outcomes += done
         return outcomes
 
-    def _give_up(self, first: int, failures: int) -> list[Outcome]:
-        reason = f"not tried, as this backend ended badly {failures} times before in this run"
-        return [
-            Outcome(backend=self.backend, work=work, error=reason) for work in self.works[first:]
-        ]
+    def _why_stop(self, team: Team, failures: int) -> str | None:
+        """Why the remaining works are not tried; the same at all launchers."""
+        if failures >= self.method.max_failures:
+            return f"not tried, as this backend ended badly {failures} times before in this run"
+        if team.share(self.deadline is not None and time.monotonic() >= self.deadline):
+            return "not tried, as the time budget of the run was used up"
+        return None
 
     def _run_set(self, team: Team, folder: Path, first: int) -> tuple[list[Outcome], bool]:
         """Start the processes on the works from `first` on; returns what they got through."""
@@ -187,16 +192,10 @@ class Launch:
             sharing_ranks=self.sharing_ranks,
         )
         processes = _Processes(job, team.local_ranks, address, port)
-        why = processes.watch(self._limit())
+        why = processes.watch(self.method.time_limit_s, self.deadline)
         told = team.gather(_read_results(folder, first, len(self.works), team.local_ranks))
         reasons = [reason for reason in team.gather(why) if reason is not None]
         return self._merge(first, told, reasons)
-
-    def _limit(self) -> float:
-        """Seconds that one work may take now."""
-        if self.deadline is None:
-            return self.method.time_limit_s
-        return max(min(self.method.time_limit_s, self.deadline - time.monotonic()), 1.0)
 
     def _merge(
         self, first: int, told: list[dict[str, Any]], reasons: list[str]
@@ -239,8 +238,12 @@ class _Processes:
             for rank, log in zip(ranks, self._logs, strict=True)
         ]
 
-    def watch(self, limit_s: float) -> str | None:
-        """Wait until all end or the limit has passed without a work done.
+    def watch(self, limit_s: float, end: float | None) -> str | None:
+        """Wait until all end, or the limit has passed without a work done, or the run must end.
+
+        Args:
+            limit_s: for each work.
+            end: time.monotonic() at which the run must end; None for never.
 
         Returns:
             None if all ended well, else why the first one did not.
@@ -255,6 +258,9 @@ class _Processes:
             if why is None and self._bad_rank() is not None:
                 why = self._describe()
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
+            if end is not None and time.monotonic() > end:
+                why = why or "was ended, as the time budget of the run was used up"
+                break
             if time.monotonic() > deadline:
                 why = why or f"took longer than its time limit of {limit_s:.0f} s and was ended"
                 break

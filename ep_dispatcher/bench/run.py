@@ -69,9 +69,6 @@ class Bench:
         self, backend: str, ranks: int, works: tuple[Work, ...], deadline: float | None
     ) -> list[Outcome]:
         """One backend on its works of one number of ranks."""
-        if deadline is not None and time.monotonic() >= deadline:
-            late = f"not tried, as the run's budget of {self.budget_s:.0f} s was used up"
-            return [Outcome(backend=backend, work=work, error=late) for work in works]
         team: Team = self.together if self.together is not None else Alone(ranks)
         launch = Launch(
             backend=backend,

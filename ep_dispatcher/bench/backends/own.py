@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 import ep_dispatcher
-from ep_dispatcher import EPGroup, Plan
+from ep_dispatcher import EpConfig, EPGroup, Placement, Plan
 from ep_dispatcher.bench.backends.base import (
     Identity,
     Lap,
@@ -18,9 +21,14 @@ from ep_dispatcher.bench.backends.base import (
     class_name,
     file_of,
 )
+from ep_dispatcher.bench.inputs import make_routing
 from ep_dispatcher.bench.spec import Work
 from ep_dispatcher.errors import EpError
 from ep_dispatcher.memory import persistent_bytes
+
+_OUTPUTS = 4  # recv rows and gradient rows of a round, and of the one before
+_WEIGHT_BYTES = 4
+_SMALLEST_OUTPUT_BYTES = 64 << 20
 
 
 class OwnSession:
@@ -31,9 +39,11 @@ class OwnSession:
 
     def __init__(self, work: Work, place: Place) -> None:
         """Open a group of the tier that the backend's name says."""
-        tier = "device" if place.name.endswith("/device") else "reference"
+        tier: Literal["device", "reference"] = (
+            "device" if place.name.endswith("/device") else "reference"
+        )
         try:
-            self._group = EPGroup.create(place.group, work.ep_config(tier))  # type: ignore[arg-type]
+            self._group = EPGroup.create(place.group, _config(work, tier))
         except EpError as error:
             raise Refused(str(error)) from error
         self.wire: Wire = "deduplicated" if tier == "device" else "by_rank"
@@ -65,6 +75,7 @@ class OwnSession:
     def dispatch(self, x: Tensor, topk_weights: Tensor, lap: Lap) -> Received:
         """See `Session.dispatch`."""
         plan = self._the_plan()
+        self._kept = []  # the last round's rows go before this round's are made
         rows_in = x.detach().requires_grad_()
         weights_in = topk_weights.detach().requires_grad_()
         rows, weights = self._group.dispatch(plan, rows_in, weights_in)
@@ -112,6 +123,21 @@ class OwnSession:
     def _the_plan(self) -> Plan:
         assert self._plan is not None, "plan comes before dispatch"
         return self._plan
+
+
+def _config(work: Work, tier: Literal["device", "reference"]) -> EpConfig:
+    """The group's config, with room for the outputs of the busiest rank."""
+    config = work.ep_config(tier)
+    owner = Placement.even(work.num_experts, work.ranks).rank_of
+    received = torch.zeros(work.ranks, dtype=torch.int64)
+    for rank in range(work.ranks):
+        topk_idx = make_routing(work, rank)
+        chosen = owner[topk_idx[topk_idx >= 0]]
+        received += torch.bincount(chosen, minlength=work.ranks)
+    padding = -(-work.num_experts // work.ranks) * (work.alignment - 1)
+    rows = int(received.max()) + padding
+    size = _OUTPUTS * rows * (work.row_bytes + _WEIGHT_BYTES)
+    return dataclasses.replace(config, output_bytes=max(size, _SMALLEST_OUTPUT_BYTES))
 
 
 def open_session(work: Work, place: Place) -> OwnSession:

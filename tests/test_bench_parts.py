@@ -1,0 +1,281 @@
+"""The ablation harness's parts: specs, traces, byte counts, comparison, the check itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ep_dispatcher.accounting import LINKS
+from ep_dispatcher.bench.backends.base import Received
+from ep_dispatcher.bench.bandwidth import count_rows, phase_bytes, rates
+from ep_dispatcher.bench.check import Checker, WrongResult, arrivals_of
+from ep_dispatcher.bench.command import read_lines
+from ep_dispatcher.bench.compare import bootstrap_ratio, compare
+from ep_dispatcher.bench.inputs import make_inputs, make_routing
+from ep_dispatcher.bench.page_data import best_table, series
+from ep_dispatcher.bench.record import RouterRecorder, experts_of
+from ep_dispatcher.bench.spec import BenchSpec, Work, load_spec
+from ep_dispatcher.bench.trace import RouterTrace, merge_traces, read_trace, write_trace
+from ep_dispatcher.errors import ConfigError
+
+CPU = torch.device("cpu")
+WORK = Work(ranks=2, num_tokens=6, hidden=8, num_topk=2, num_experts=4, dtype="float32")
+
+
+def received(work: Work = WORK) -> Received:
+    """What a right backend gives rank 0."""
+    want = arrivals_of(work, 0, CPU)
+    return Received(
+        rows=want.rows.clone(),
+        weights=want.weights.clone(),
+        tokens_per_expert=want.tokens_per_expert,
+        segment_rows=want.tokens_per_expert,
+    )
+
+
+def checker() -> Checker:
+    return Checker(WORK, 0, make_inputs(WORK, 0, CPU))
+
+
+def test_sweeps_expand_to_products_and_repeat_nothing() -> None:
+    spec = BenchSpec.from_dict(
+        {
+            "backends": ["a", "b"],
+            "work": vars(WORK),
+            "sweeps": [
+                {"num_tokens": [1, 2], "num_topk": [1, 2]},
+                {"num_tokens": [2], "backends": ["b"]},
+            ],
+        }
+    )
+    mine = [(w.num_tokens, w.num_topk) for name, w in spec.pairs() if name == "b"]
+    assert mine == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert len(spec.pairs()) == 8
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"backends": []}, "backends is empty"),
+        ({"backends": ["x"], "colour": 1}, "unknown key 'colour' in the file"),
+        ({"backends": ["x"], "work": {"tokens": 1}}, "unknown key 'tokens' in section 'work'"),
+        ({"backends": ["x"], "sweeps": [{"num_tokens": 4}]}, "it must be a list of values"),
+        ({"backends": ["x"], "work": {"hidden": 3}}, "hidden a multiple of 8"),
+        ({"backends": ["x"], "work": {"routing": "replay"}}, "'replay' needs a file"),
+        ({"backends": ["x"], "work": {"domains": 3}}, "it must divide ranks 4"),
+        ({"backends": ["x"], "method": {"rounds": 5}}, "rounds is 5; it must be at least 20"),
+        ({"backends": ["x"], "device": "tpu"}, "device is 'tpu'"),
+    ],
+)
+def test_a_wrong_spec_names_what_is_wrong(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BenchSpec.from_dict(values)
+
+
+@pytest.mark.parametrize("file", sorted(Path("configs").glob("bench_*.yaml")), ids=str)
+def test_the_shipped_files_load(file: Path) -> None:
+    assert load_spec(file).pairs()
+
+
+def test_routings_are_what_their_names_say() -> None:
+    assert make_routing(replace(WORK, routing="all-to-one"), 1).unique().tolist() == [0, 1]
+    masked = make_routing(replace(WORK, num_tokens=1000, masked_fraction=0.25), 0)
+    assert 0.2 < float((masked < 0).float().mean()) < 0.3
+    even, skewed = (
+        torch.bincount(
+            make_routing(
+                replace(WORK, num_tokens=500, num_experts=16, routing=name, skew=2.0), 0
+            ).flatten(),
+            minlength=16,
+        )
+        for name in ("uniform", "zipf")
+    )
+    assert int(skewed.max()) > 3 * int(even.max())
+
+
+def test_the_check_accepts_rows_in_any_order_inside_an_expert() -> None:
+    right = received()
+    order = torch.cat([torch.arange(int(n)).flip(0) for n in right.tokens_per_expert])
+    starts = right.tokens_per_expert.cumsum(0) - right.tokens_per_expert
+    order += starts.repeat_interleave(right.tokens_per_expert)
+    assert right.weights is not None
+    turned = replace(right, rows=right.rows[order], weights=right.weights[order])
+    checker().dispatch(turned)
+
+
+@pytest.mark.parametrize("fault", ["weight", "bit", "count", "missing weights"])
+def test_the_check_catches_a_wrong_dispatch(fault: str) -> None:
+    right = received()
+    assert right.weights is not None
+    if fault == "weight":
+        right.weights[0] *= 1.0000001
+    if fault == "bit":
+        right.rows.view(torch.int32)[-1, -1] ^= 1
+    if fault == "count":
+        right = replace(right, tokens_per_expert=right.tokens_per_expert.flip(0) + 1)
+    if fault == "missing weights":
+        right = replace(right, weights=None)
+    with pytest.raises(WrongResult, match="dispatch"):
+        checker().dispatch(right)
+
+
+def dense_sums(weights: Tensor, inputs_x: Tensor, topk_idx: Tensor) -> Tensor:
+    """Combine of the check's expert rows, in float32, straight from its definition."""
+    factors = 1 + (topk_idx % 7).float() / 8
+    return sum(inputs_x * (w * f).unsqueeze(1) for w, f in zip(weights.T, factors.T, strict=True))  # type: ignore[return-value]
+
+
+def test_the_check_accepts_a_rounded_sum_and_catches_a_missing_term() -> None:
+    inputs = make_inputs(WORK, 0, CPU)
+    out = dense_sums(inputs.topk_weights, inputs.x, inputs.topk_idx)
+    mine = checker()
+    mine.combine(out)
+    assert mine.max_error < 1e-6
+    weights = inputs.topk_weights.clone()
+    weights[3, 1] = 0
+    with pytest.raises(WrongResult, match="combine: token 3"):
+        checker().combine(dense_sums(weights, inputs.x, inputs.topk_idx))
+
+
+def test_the_check_notices_a_row_that_another_expert_worked_on() -> None:
+    inputs = make_inputs(WORK, 0, CPU)
+    wrong = dense_sums(inputs.topk_weights, inputs.x, (inputs.topk_idx + 1) % 4)
+    with pytest.raises(WrongResult, match="combine"):
+        checker().combine(wrong)
+
+
+def test_byte_counts_of_a_routing_that_is_easy_to_count() -> None:
+    work = replace(WORK, routing="all-to-one")  # both ranks send all tokens to rank 0's experts
+    for wire, rows in (("by_copy", 12), ("by_rank", 6), ("deduplicated", 6), ("all_gather", 6)):
+        counts = count_rows(work, wire)  # type: ignore[arg-type]
+        assert sum(float(counts.sent[link][1]) for link in LINKS) == rows
+    counts = count_rows(work, "deduplicated")
+    assert counts.sent["inside"].tolist() == [0, 6]
+    assert counts.copies.tolist() == [24, 0]
+    assert counts.rank_pairs.tolist() == [6, 6]
+    sizes = phase_bytes(work, counts, "combine")
+    assert sizes["wire_bytes"] == 3 * work.row_bytes
+    assert sizes["wire_bytes_max"] == 6 * work.row_bytes
+
+
+def test_bandwidth_definitions_count_different_rows_over_the_same_time() -> None:
+    work = replace(WORK, routing="all-to-one")
+    found = rates(work, count_rows(work, "deduplicated"), "dispatch", 1.0, 1.0, flat=False)
+    row = work.row_bytes / 1000
+    assert found["wire"] == pytest.approx(3 * row)
+    assert found["D1"] == pytest.approx(6 * row)
+    assert found["D2"] == pytest.approx(12 * row)
+    assert found["D3"] == pytest.approx(6 * (work.row_bytes + 24) / 1000)
+    assert found["D5_assignments"] == pytest.approx(12 * row / 2)
+
+
+def test_a_trace_replays_what_was_recorded(tmp_path: Path) -> None:
+    traces = [RouterTrace(num_experts=4, num_topk=2, ep_size=2) for _ in range(2)]
+    for rank, trace in enumerate(traces):
+        for layer in range(3):
+            trace.add(torch.tensor([[rank, -1], [layer, 3]]), layer, rank)
+    file = tmp_path / "trace.npz"
+    write_trace(file, merge_traces(traces))
+    work = replace(WORK, routing="replay", trace=str(file), num_tokens=4)
+    assert make_routing(work, 1).tolist() == [[1, -1], [0, 3], [1, -1], [1, 3]]
+    summary = read_trace(file).summary()
+    assert (summary["entries"], summary["layers"], summary["tokens"]) == (6, 3, 12)
+    with pytest.raises(ConfigError, match="has 6 tokens of rank 0; num_tokens is 7"):
+        make_routing(replace(work, num_tokens=7), 0)
+    with pytest.raises(ConfigError, match="set the work to the trace's"):
+        make_routing(replace(work, num_experts=8), 0)
+
+
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trace.npz"
+    file.write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="is no router trace"):
+        read_trace(file)
+
+
+class Router(nn.Module):
+    """Looks like Megatron's: returns probs and a routing map."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Every token to experts 1 and 2."""
+        chosen = torch.zeros(len(x), 4, dtype=torch.bool)
+        chosen[:, 1:3] = True
+        return chosen.float(), chosen
+
+
+def test_the_recorder_listens_to_routers_and_goes_away() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Router())
+    with RouterRecorder(model, 2, rank=1, ep_size=4) as recorder:
+        model(torch.zeros(3, 2))
+    model(torch.zeros(3, 2))
+    assert [entry.tolist() for entry in recorder.trace.entries] == [[[1, 2]] * 3]
+    assert (recorder.trace.num_experts, recorder.trace.ranks) == (4, [1])
+    with pytest.raises(ConfigError, match="has no router"):
+        RouterRecorder(nn.Linear(1, 1), 2, rank=0, ep_size=1)
+    with pytest.raises(ConfigError, match="routed to 3 experts; num_topk is 2"):
+        experts_of(torch.ones(1, 3, dtype=torch.bool), 2)
+
+
+def timed_line(times: list[float], **fields: object) -> dict[str, Any]:
+    """A recorded line with only what comparing and plotting read."""
+    ordered = sorted(times)
+    line = {"backend": "b", "phase": "dispatch", **vars(WORK), "rounds_us": times}
+    return line | {"median_us": ordered[len(ordered) // 2]} | fields
+
+
+NOISY = [100.0 + (7 * n) % 11 for n in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdict"), [(1.0, "same"), (1.02, "same"), (1.3, "slower"), (0.7, "faster")]
+)
+def test_compare_calls_only_what_noise_cannot_explain(factor: float, verdict: str) -> None:
+    (change,) = compare([timed_line(NOISY)], [timed_line([t * factor for t in NOISY])])
+    assert change.verdict == verdict
+    assert change.is_regression is (verdict == "slower")
+    assert change.low is not None
+    assert change.high is not None
+    assert change.low <= factor <= change.high
+
+
+def test_a_time_that_was_lost_is_a_regression() -> None:
+    kept, lost = timed_line(NOISY), timed_line(NOISY, phase="combine")
+    changes = {change.verdict for change in compare([kept, lost], [kept])}
+    assert changes == {"same", "lost"}
+
+
+def test_the_interval_of_equal_rounds_is_a_point() -> None:
+    assert bootstrap_ratio([10.0] * 20, [20.0] * 20, 0.95) == (2.0, 2.0)
+
+
+def test_equal_and_best_sms_are_shown_side_by_side() -> None:
+    lines = [
+        timed_line([time], phase=phase, num_sms=sms)
+        for phase in ("dispatch", "combine")
+        for sms, time in ((8, 90.0), (16, 50.0), (32, 60.0))
+    ]
+    table = best_table(lines)
+    assert table is not None
+    assert table.rows[0][2:] == ("180 / 100 / 120", "16", "100")
+
+
+def test_series_hold_everything_but_the_axis_fixed() -> None:
+    lines = [timed_line([float(t)], num_tokens=t) for t in (8, 16, 32)]
+    lines += [timed_line([5.0], num_tokens=64, hidden=32)]
+
+    def value(here: object, variant: object) -> float:
+        return float(len(here))  # type: ignore[arg-type]
+
+    assert series(lines, "num_tokens", value)[1] == {"b": [(8, 1), (16, 1), (32, 1)]}
+
+
+def test_lines_that_are_no_json_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"run": 1}\nnonsense\n')
+    with pytest.raises(ConfigError, match="line 2 is not a JSON object"):
+        read_lines([file])

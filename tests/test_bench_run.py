@@ -1,0 +1,169 @@
+"""The ablation harness as a user runs it: processes, faults, lines and pages, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ep_dispatcher.bench.backends.control import CRASH_EXIT_CODE
+from ep_dispatcher.cli import main
+
+TINY = [
+    "ranks=2",
+    "num_tokens=24",
+    "hidden=16",
+    "num_topk=2",
+    "num_experts=4",
+    "dtype=float32",
+    "warmup=1",
+]
+GOOD = ("ep_dispatcher/reference", "torch/all_to_all")
+Lines = dict[str, list[dict[str, Any]]]
+
+
+def bench(out: Path, *backends: str, more: tuple[str, ...] = ()) -> tuple[int, Lines]:
+    """Run backends on a tiny work; the exit code, and the lines of each backend."""
+    words = ["bench", "run", "--backends", *backends, "--out", str(out), "--no-report"]
+    code = main([*words, "--set", *TINY, *more])
+    return code, read(out)
+
+
+def read(out: Path) -> Lines:
+    """Recorded lines by backend."""
+    lines: Lines = {}
+    for text in (out / "results.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        lines.setdefault(line["backend"], []).append(line)
+    return lines
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Lines]:
+    """One run of the backends that work here, with the whole layer."""
+    out = tmp_path_factory.mktemp("bench")
+    code, lines = bench(out, *GOOD, "nccl_ep", more=("ffn_hidden=8",))
+    assert code == 0
+    return out, lines
+
+
+def test_every_phase_of_a_backend_has_a_checked_line_with_a_time(ran: tuple[Path, Lines]) -> None:
+    for backend in GOOD:
+        lines = {line["phase"]: line for line in ran[1][backend]}
+        expected = {"plan", "dispatch", "combine", "combine_backward", "dispatch_backward"}
+        expected |= {"layer_forward", "layer_backward"}
+        assert expected <= set(lines)
+        for line in lines.values():
+            assert line["checked"] is True
+            assert line["rounds"] == len(line["rounds_us"]) == 20
+            assert 0 < line["min_us"] <= line["median_us"] <= line["p95_us"]
+
+
+def test_a_line_proves_what_ran_and_names_its_bandwidths(ran: tuple[Path, Lines]) -> None:
+    line = next(x for x in ran[1]["ep_dispatcher/reference"] if x["phase"] == "dispatch")
+    assert "ep_dispatcher.reference.ReferenceBackend" in line["identity"]["classes"]
+    assert line["bit_equal"] is True
+    assert set(line["bandwidth_GBps"]) >= {"wire", "D1", "D2", "D3", "D4_send", "D5_pairs"}
+    assert line["ceiling_fraction"] > 0
+    assert line["wire_bytes"] <= 24 * 16 * 4  # a token goes to the other rank once at most
+
+
+def test_a_backend_that_cannot_run_here_is_a_row_with_the_reason(ran: tuple[Path, Lines]) -> None:
+    (line,) = ran[1]["nccl_ep"]
+    assert line["error"] == "nccl_ep runs on GPUs only; this run's device is cpu"
+    assert "median_us" not in line
+
+
+def test_pages_hold_every_time_and_fetch_nothing(ran: tuple[Path, Lines], tmp_path: Path) -> None:
+    assert main(["bench", "report", str(ran[0]), "--out", str(tmp_path)]) == 0
+    page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
+    for lines in ran[1].values():
+        for line in lines:
+            shown = line.get("error") or f"{line['median_us']:,.0f} / {line['p95_us']:,.0f}"
+            assert shown.replace("'", "&#x27;") in page
+            assert shown in text
+    assert "src=" in page
+    assert "http" not in page
+    assert (tmp_path / "phases.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        ("control/swapped_rows", "dispatch: rows differ from the reference"),
+        ("control/dropped_token", "combine: token"),
+        ("control/mixed", "ranks run different versions: control is 2 on rank 1 and 1 on rank 0"),
+        ("control/crash", f"rank 1 died with exit code {CRASH_EXIT_CODE}"),
+    ],
+)
+def test_a_bad_backend_gets_no_time(backend: str, reason: str, tmp_path: Path) -> None:
+    code, lines = bench(tmp_path, backend)
+    assert code == 4
+    (line,) = lines[backend]
+    assert reason in line["error"]
+    assert line["checked"] is False
+    assert "median_us" not in line
+
+
+def test_a_hang_costs_its_own_row_and_the_run_goes_on(tmp_path: Path) -> None:
+    limit = ("time_limit_s=15", "max_failures=1")
+    code, lines = bench(tmp_path, "control/hang", "torch/all_to_all", more=limit)
+    assert code == 0
+    (line,) = lines["control/hang"]
+    assert line["error"] == "took longer than its time limit of 15 s and was ended"
+    assert all(line["checked"] for line in lines["torch/all_to_all"])
+
+
+def test_an_impossible_shape_is_a_row_that_names_it(tmp_path: Path) -> None:
+    code, lines = bench(tmp_path, "torch/all_to_all", more=("num_experts=5",))
+    assert code == 4
+    (line,) = lines["torch/all_to_all"]
+    assert "num_experts to be a multiple of ranks; they are 5 and 2" in line["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        ("megatron/alltoall", "MoEAlltoAllTokenDispatcher"),
+        pytest.param("megatron/allgather", "MoEAllGatherTokenDispatcher", marks=pytest.mark.slow),
+    ],
+)
+def test_megatrons_dispatcher_passes_the_check(name: str, cls: str, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    _, lines = bench(tmp_path, name)
+    assert {line.get("error") for line in lines[name]} == {None}
+    classes = lines[name][0]["identity"]["classes"]
+    assert classes == [f"megatron.core.transformer.moe.token_dispatcher.{cls}"]
+
+
+def test_it_runs_under_torchrun(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    words += [
+        "-m",
+        "ep_dispatcher",
+        "bench",
+        "run",
+        "--backends",
+        "torch/all_to_all",
+        "--no-report",
+    ]
+    words += ["--out", str(tmp_path), "--set", *TINY]
+    done = subprocess.run(
+        words, env=dict(os.environ), capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert all(line["checked"] for line in read(tmp_path)["torch/all_to_all"])
+
+
+def test_an_unknown_backend_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "run", "--backends", "nccl-ep", "--out", str(tmp_path)]) == 2
+    assert "unknown backend 'nccl-ep'; did you mean 'nccl_ep'?" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
