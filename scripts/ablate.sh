@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Train one config with each dispatcher, same seed and data; overlay loss, step time and memory.
+#
+#   scripts/ablate.sh [CONFIG] [--steps N] [--dispatchers NAME...] [--out FOLDER] [--data PATH]
+#
+# CONFIG defaults to configs/tiny_cpu.yaml; names: alltoall, ep_dispatcher, allgather. The first one
+# is what the losses of the others are compared with. PYTHON: interpreter (default: python3).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+config=configs/tiny_cpu.yaml
+if (($#)) && [[ $1 != --* ]]; then
+  config=$1
+  shift
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+exec "${PYTHON:-python3}" -m ep_dispatcher.bench.train_ablation --config "$config" "$@"
