@@ -47,7 +47,7 @@ class MoeShape:
         _check_int("hidden", self.hidden, 1)
         _check_int("num_topk", self.num_topk, 1)
         _check_int("num_experts", self.num_experts, 1)
-        if self.dtype not in DTYPE_BYTES:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {sorted(DTYPE_BYTES)}")
         if self.row_bytes % ROW_ALIGNMENT_BYTES:
             step = ROW_ALIGNMENT_BYTES // DTYPE_BYTES[self.dtype]
@@ -110,7 +110,8 @@ class Tuning:
     Attributes:
         num_sms: SM budget, the blocks that communication kernels may hold on each rank.
         chunk_tokens: tokens that travel under one flag.
-        timeout_s: deadline of every wait; past it EpTimeoutError is raised.
+        timeout_s: device tier: deadline of every wait; past it EpTimeoutError is raised. The
+            reference tier waits as long as its process group was told to.
     """
 
     num_sms: int = 16
@@ -121,8 +122,8 @@ class Tuning:
         """Check every field against its range."""
         _check_int("num_sms", self.num_sms, 1, 128)
         _check_int("chunk_tokens", self.chunk_tokens, 1, 1024)
-        if not 0 < self.timeout_s <= 3600:
-            raise ConfigError(f"timeout_s is {self.timeout_s}; it must be in (0, 3600] seconds")
+        if not _is_number(self.timeout_s) or not 0 < self.timeout_s <= 3600:
+            raise ConfigError(f"timeout_s is {self.timeout_s!r}; it must be in (0, 3600] seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,11 +174,25 @@ class EpConfig:
             raise ConfigError(f"precision is {self.precision!r}; it must be 'rounded' or 'exact'")
         if self.tier not in ("auto", "reference", "device"):
             raise ConfigError(f"tier is {self.tier!r}; it must be 'auto', 'reference' or 'device'")
-        if self.expert_rank is not None and len(self.expert_rank) != self.shape.num_experts:
+        if not isinstance(self.check_values, bool):
+            raise ConfigError(f"check_values is {self.check_values!r}; it must be True or False")
+        for name, kind in (("shape", MoeShape), ("tuning", Tuning)):
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {kind.__name__}")
+        if self.expert_rank is not None:
+            self._check_expert_rank(self.expert_rank)
+
+    def _check_expert_rank(self, table: object) -> None:
+        """Check the table of experts as far as that goes without the number of ranks."""
+        if not isinstance(table, tuple):
+            raise ConfigError(f"expert_rank is {table!r}; it must be a tuple of ranks")
+        if len(table) != self.shape.num_experts:
             raise ConfigError(
-                f"expert_rank has {len(self.expert_rank)} entries; it needs one for each of the "
+                f"expert_rank has {len(table)} entries; it needs one for each of the "
                 f"{self.shape.num_experts} experts"
             )
+        for expert, rank in enumerate(table):
+            _check_int(f"expert_rank[{expert}]", rank, 0)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EpConfig:
@@ -186,10 +201,10 @@ class EpConfig:
         Raises:
             ConfigError: an unknown key, or a value out of range.
         """
-        plain = dict(values)
+        plain = dict(_mapping(values, "ep_dispatcher"))
         plain["shape"] = _build(MoeShape, plain.get("shape", {}), "shape")
         plain["tuning"] = _build(Tuning, plain.get("tuning", {}), "tuning")
-        if plain.get("expert_rank") is not None:
+        if isinstance(plain.get("expert_rank"), list):
             plain["expert_rank"] = tuple(plain["expert_rank"])
         config: EpConfig = _build(cls, plain, "ep_dispatcher")
         return config
@@ -206,10 +221,23 @@ def check_alignment(alignment: int) -> None:
         raise ConfigError(f"alignment is {alignment}; it must be a power of two in [1, 4096]")
 
 
-def _build(cls: Any, values: Mapping[str, Any], where: str) -> Any:  # noqa: ANN401
+def _is_number(value: object) -> bool:
+    """Whether a value is an int or a float; True and False are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _mapping(values: object, where: str) -> Mapping[str, Any]:
+    """The values of a section; raises ConfigError unless it has keys."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"section {where!r} is {values!r}; it must be a mapping")
+    return values
+
+
+def _build(cls: Any, values: object, where: str) -> Any:  # noqa: ANN401
     """Call a dataclass with a mapping; unknown or missing keys become a ConfigError."""
     known = {f.name: f for f in dataclasses.fields(cls)}
-    unknown = sorted(set(values) - set(known))
+    values = _mapping(values, where)
+    unknown = [key for key in values if key not in known]
     if unknown:
         raise ConfigError(
             f"unknown key {unknown[0]!r} in section {where!r}; known keys: {sorted(known)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from types import TracebackType
 from typing import Self
 
@@ -31,7 +32,9 @@ class EPGroup:
     """The ranks that share the experts of a layer, and the tier that moves tokens among them.
 
     Make one with `EPGroup.create`; it is a context manager. One group serves any number of
-    layers, plans and calls; all calls are collective and in the same order on all ranks.
+    layers, plans and calls; all calls are collective and in the same order on all ranks. So are
+    their backwards: each rank must want gradients of a dispatch (of x or of the weights), or none
+    may, and a rank without tokens runs its backward too.
 
     Attributes:
         config: what the group was made with.
@@ -60,6 +63,7 @@ class EPGroup:
         self.ep_rank = ep_rank
         self.ep_size = topology.ep_size
         self._backend: Backend | None = backend
+        self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()  # those made here and still in use
 
     @classmethod
     def create(cls, process_group: dist.ProcessGroup | None, config: EpConfig) -> EPGroup:
@@ -71,9 +75,11 @@ class EPGroup:
 
         Raises:
             AgreementError: configs differ; names the rank, the field and both values.
-            ConfigError: the config does not fit the number of ranks.
+            ConfigError: no EpConfig, or one that does not fit the number of ranks.
             UnavailableError: tier "device" was asked for and a rank lacks something; says what.
         """
+        if not isinstance(config, EpConfig):
+            raise ConfigError(f"config is {config!r}; it must be an EpConfig (see from_dict)")
         if process_group is None:
             process_group = dist.group.WORLD
             if process_group is None:
@@ -123,6 +129,7 @@ class EPGroup:
             raise
         plan = backend.plan(topk_idx, rows, None)
         assert plan is not None
+        self._plans.add(plan)
         return plan
 
     def dispatch(
@@ -133,13 +140,13 @@ class EPGroup:
         Args:
             plan: of this group.
             x: [T, H] rows of the config's dtype.
-            topk_weights: [T, K] fp32, or None where weights are not wanted.
+            topk_weights: [T, K] fp32 (float64 for float64 rows), or None on all ranks.
 
         Returns:
             recv_x [R, H], expert-major, and recv_weights [R] (or None); padding rows are zero.
 
         Raises:
-            ShapeError: wrong dtype or shape, or a plan of another group.
+            ShapeError: not a dense tensor, wrong dtype or shape, or a plan of another group.
             RoutingError: a weight that is not finite, with `check_values`.
         """
         backend = self._open_backend()
@@ -198,13 +205,8 @@ class EPGroup:
         return self._backend
 
     def _check_plan(self, plan: Plan) -> None:
-        """Raise if a plan has another group's experts, ranks or rank."""
-        same = (plan.placement, plan.topology, plan.ep_rank) == (
-            self.placement,
-            self.topology,
-            self.ep_rank,
-        )
-        if not same:
+        """Raise unless this group made the plan: another's may name other buffers and peers."""
+        if plan not in self._plans:
             raise ShapeError("this plan was made by another group; use the group that made it")
 
 

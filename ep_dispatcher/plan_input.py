@@ -124,6 +124,8 @@ def _override(topology: Topology, options: PlanOptions) -> Topology:
 
 def _split(ranks: int, domains: int) -> Topology:
     """Ranks in equal domains."""
+    if not all(isinstance(count, int) for count in (ranks, domains)):
+        raise ConfigError(f"ranks is {ranks!r} and domains {domains!r}; both must be whole numbers")
     if domains < 1 or ranks % domains:
         raise ConfigError(f"domains is {domains}; it must divide the {ranks} ranks")
     return Topology(ep_size=ranks, domain_size=max(1, ranks // domains))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -47,6 +48,8 @@ class RoutingSpec:
             raise ConfigError(
                 f"num_topk is {self.num_topk}; it must be in [1, num_experts {self.num_experts}]"
             )
+        if not math.isfinite(self.skew):
+            raise ConfigError(f"skew is {self.skew}; it must be a finite number")
         if self.name == "group-limited":
             self._check_groups()
 

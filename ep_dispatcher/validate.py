@@ -17,6 +17,7 @@ def check_topk_idx(topk_idx: Tensor, config: EpConfig) -> None:
         ShapeError: wrong dtype, rank or sizes.
     """
     shape = config.shape
+    _check_tensor("topk_idx", topk_idx)
     if topk_idx.dtype != torch.int64 or topk_idx.dim() != 2:
         raise ShapeError(f"topk_idx is {_describe(topk_idx)}; it must be int64 of shape [T, K]")
     num_tokens, num_topk = topk_idx.shape
@@ -53,6 +54,7 @@ def check_topk_weights(topk_weights: Tensor, plan: Plan, config: EpConfig) -> No
     """
     wanted = torch.float64 if config.shape.dtype == "float64" else torch.float32
     expected = (plan.num_tokens, plan.num_topk)
+    _check_tensor("topk_weights", topk_weights)
     if topk_weights.dtype != wanted or tuple(topk_weights.shape) != expected:
         raise ShapeError(
             f"topk_weights is {_describe(topk_weights)}; it must be {_name(wanted)} of shape "
@@ -74,11 +76,25 @@ def check_rows(name: str, rows: Tensor, num_rows: int, config: EpConfig) -> None
     """
     shape = config.shape
     wanted: torch.dtype = getattr(torch, shape.dtype)
+    _check_tensor(name, rows)
     if rows.dtype != wanted or tuple(rows.shape) != (num_rows, shape.hidden):
         raise ShapeError(
             f"{name} is {_describe(rows)}; it must be {shape.dtype} of shape "
             f"[{num_rows}, {shape.hidden}]"
         )
+
+
+def _check_tensor(name: str, value: object) -> None:
+    """Check that a value is a tensor with data in the ordinary layout.
+
+    Raises:
+        ShapeError: it is something else, such as a list or a sparse tensor.
+    """
+    if not isinstance(value, Tensor):
+        raise ShapeError(f"{name} is of type {type(value).__name__}; it must be a torch.Tensor")
+    if value.layout != torch.strided or value.is_meta:
+        kind = "on the device meta" if value.is_meta else str(value.layout).removeprefix("torch.")
+        raise ShapeError(f"{name} is {kind}; it must be a dense tensor that holds data")
 
 
 def _describe(tensor: Tensor) -> str:

@@ -22,6 +22,7 @@ SHAPE: dict[str, Any] = {"hidden": 64, "num_topk": 2, "num_experts": 8}
         ({"num_topk": True}, "num_topk is True"),
         ({"num_experts": 0}, "num_experts is 0"),
         ({"dtype": "int8"}, "dtype is 'int8'; it must be one of"),
+        ({"dtype": ["float32"]}, r"dtype is \['float32'\]; it must be one of"),
     ],
 )
 def test_shape_is_checked(changes: dict[str, Any], says: str) -> None:
@@ -49,6 +50,11 @@ def test_common_widths_are_allowed(hidden: int, dtype: str) -> None:
         ({"precision": "fp32"}, "precision is 'fp32'; it must be 'rounded' or 'exact'"),
         ({"tier": "gpu"}, "tier is 'gpu'; it must be 'auto', 'reference' or 'device'"),
         ({"expert_rank": (0, 1)}, "expert_rank has 2 entries; it needs one for each of the 8"),
+        ({"expert_rank": [0] * 8}, "expert_rank is .*; it must be a tuple"),
+        ({"expert_rank": (0, "1") * 4}, r"expert_rank\[1\] is '1'; it must be an int >= 0"),
+        ({"check_values": "no"}, "check_values is 'no'; it must be True or False"),
+        ({"shape": SHAPE}, "shape is .*; it must be MoeShape"),
+        ({"tuning": None}, "tuning is None; it must be Tuning"),
     ],
 )
 def test_config_is_checked(changes: dict[str, Any], says: str) -> None:
@@ -65,6 +71,8 @@ def test_config_is_checked(changes: dict[str, Any], says: str) -> None:
         ({"chunk_tokens": 0}, "chunk_tokens is 0"),
         ({"timeout_s": 0}, "timeout_s is 0; it must be in"),
         ({"timeout_s": float("nan")}, "timeout_s is nan"),
+        ({"timeout_s": "30"}, "timeout_s is '30'; it must be in"),
+        ({"timeout_s": True}, "timeout_s is True"),
     ],
 )
 def test_tuning_is_checked(changes: dict[str, Any], says: str) -> None:
@@ -89,6 +97,21 @@ def test_dict_round_trip_and_unknown_keys() -> None:
         EpConfig.from_dict(section | {"tuning": {"num_sm": 4}})
     with pytest.raises(ConfigError, match="key 'max_tokens_per_rank' is missing"):
         EpConfig.from_dict({"shape": SHAPE})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"shape": 3}, "section 'shape' is 3; it must be a mapping"),
+        ({"tuning": None}, "section 'tuning' is None; it must be a mapping"),
+        ({"expert_rank": "01234567"}, "expert_rank is '01234567'; it must be a tuple"),
+        ({1: 2}, "unknown key 1 in section 'ep_dispatcher'"),
+    ],
+)
+def test_sections_of_another_kind_are_refused(changes: dict[Any, Any], says: str) -> None:
+    """What YAML gives where a mapping or a list was left out."""
+    with pytest.raises(ConfigError, match=says):
+        EpConfig.from_dict({"shape": SHAPE, "max_tokens_per_rank": 16} | changes)
 
 
 def test_topology_arithmetic() -> None:

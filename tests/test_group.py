@@ -69,6 +69,32 @@ def test_bad_routing_is_refused_on_every_rank(
     assert on_ranks(work) == [4, 0]
 
 
+@pytest.mark.parametrize(
+    ("topk_idx", "says"),
+    [
+        ([[0, 1]], "topk_idx is of type list; it must be a torch.Tensor"),
+        (None, "topk_idx is of type NoneType"),
+        (torch.tensor([[0, 1]]).to_sparse(), "topk_idx is sparse_coo; it must be a dense"),
+        (torch.empty(1, 2, dtype=torch.int64, device="meta"), "topk_idx is on the device meta"),
+    ],
+)
+def test_routing_that_is_no_dense_tensor_is_refused_on_every_rank(
+    topk_idx: Tensor, says: str
+) -> None:
+    """The other ranks must hear of this mistake too, or they would wait for the exchange."""
+
+    def work(group: EPGroup) -> int:
+        if group.ep_rank == 1:
+            with pytest.raises(ShapeError, match=says):
+                group.plan(topk_idx)
+        else:
+            with pytest.raises(AgreementError, match="rank 1 refused its routing.*" + says):
+                group.plan(torch.tensor([[0, 1]]))
+        return group.plan(torch.tensor([[0, 1]])).num_recv_rows
+
+    assert on_ranks(work) == [4, 0]
+
+
 def test_unequal_alignment_is_refused() -> None:
     """Alignment decides rows on both sides, so it must be equal."""
 
@@ -89,6 +115,9 @@ def test_unequal_alignment_is_refused() -> None:
         (torch.zeros(2, 16, dtype=torch.bfloat16), None, "x is bfloat16.*must be float32"),
         (torch.zeros(2, 16), torch.zeros(2, 1), r"topk_weights is float32 of shape \[2, 1\]"),
         (torch.zeros(2, 16), torch.zeros(2, 2).half(), "topk_weights is float16.*float32"),
+        ([[0.0] * 16] * 2, None, "x is of type list; it must be a torch.Tensor"),
+        (torch.zeros(2, 16).to_sparse(), None, "x is sparse_coo; it must be a dense tensor"),
+        (torch.zeros(2, 16), [[1.0, 1.0]] * 2, "topk_weights is of type list"),
     ],
 )
 def test_bad_rows_and_weights_are_refused(rows: Tensor, weights: Tensor | None, says: str) -> None:
@@ -160,6 +189,8 @@ def test_configs_that_do_not_fit_the_ranks_are_refused() -> None:
     run_ranks(3, call)
     with pytest.raises(ConfigError, match="no default process group"):
         EPGroup.create(None, CONFIG)
+    with pytest.raises(ConfigError, match="it must be an EpConfig"):
+        EPGroup.create(None, CONFIG.to_dict())  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -175,9 +206,13 @@ def test_device_tier_without_a_gpu_is_refused_and_auto_takes_the_reference() -> 
     assert on_ranks(lambda group: group.tier) == ["reference", "reference"]
 
 
-def test_closed_group_and_foreign_plan_are_refused() -> None:
-    """Closing twice is allowed; using a closed group or another group's plan is not."""
-    other = EpConfig(shape=SHAPE, max_tokens_per_rank=8, expert_rank=(0, 1) * 4)
+@pytest.mark.parametrize("expert_rank", [(0, 1) * 4, None], ids=["other", "equal"])
+def test_closed_group_and_foreign_plan_are_refused(expert_rank: tuple[int, ...] | None) -> None:
+    """Closing twice is allowed; using a closed group or another group's plan is not.
+
+    Nor is a plan of a group with an equal config: it names that group's buffers.
+    """
+    other = EpConfig(shape=SHAPE, max_tokens_per_rank=8, expert_rank=expert_rank)
 
     def call(process_group: dist.ProcessGroup) -> None:
         first = EPGroup.create(process_group, CONFIG)
@@ -191,6 +226,24 @@ def test_closed_group_and_foreign_plan_are_refused() -> None:
             first.plan(torch.tensor([[0, 1]]))
 
     run_ranks(2, call)
+
+
+def test_gradients_of_rows_or_weights_on_different_ranks() -> None:
+    """Rank 0 wants the gradient of x only and rank 1 that of the weights only; both take part."""
+
+    def work(group: EPGroup) -> tuple[bool, bool]:
+        first = group.ep_rank == 0
+        x = torch.ones(3, 16, requires_grad=first)
+        weights = torch.ones(3, 2, requires_grad=not first)
+        plan = group.plan(make_routing(3, 2, 8, seed=group.ep_rank))
+        recv_x, recv_weights = group.dispatch(plan, x, weights)
+        assert recv_weights is not None
+        (group.combine(plan, recv_x).sum() + recv_weights.sum()).backward()
+        for leaf, expected in ((x, 2.0), (weights, 1.0)):
+            assert leaf.grad is None or bool((leaf.grad == expected).all())
+        return x.grad is not None, weights.grad is not None
+
+    assert on_ranks(work) == [(True, False), (False, True)]
 
 
 def test_two_groups_alternate() -> None:
