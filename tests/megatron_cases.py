@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Change = Literal["none", "quantization_padding", "fewer_experts"]
+Change = Literal["none", "quantization_padding", "fewer_experts", "other_identity"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import importlib
 import io
@@ -315,6 +316,18 @@ def check_freed_inputs() -> None:
         torch.testing.assert_close(tokens.grad, torch.ones_like(tokens))
 
 
+def check_other_identity_fails() -> None:
+    """Negative control: under another policy identity the 1F1B schedule frees what ours saved."""
+    from megatron_cases import CASES
+    from megatron_rank import train
+
+    case = next(case for case in CASES if case.overlap)
+    with layout(1, case.ep, 1), EpPlugin() as plugin:
+        train(case, 1, plugin)
+        with pytest.raises(RuntimeError, match="not allocated"):
+            train(dataclasses.replace(case, change="other_identity"), 1, plugin)
+
+
 def check_graphed_attributes() -> None:
     """What a CUDA graph of step 1 hands on is enough: replayed copies give the same result."""
     with layout(1, 4, 1), EpPlugin() as plugin:
@@ -473,6 +486,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "router_dtype": check_router_dtype,
     "arguments_carry_gradients": check_arguments_carry_gradients,
     "freed_inputs": check_freed_inputs,
+    "other_identity_fails": check_other_identity_fails,
     "graphed_attributes": check_graphed_attributes,
     "recompute_releases": check_recompute_releases,
     "shared_groups": check_shared_groups,

@@ -267,10 +267,17 @@ def drop_some_routes(model: torch.nn.Module) -> None:
             layer.router.register_forward_hook(drop)
 
 
+def take_other_identity(model: torch.nn.Module) -> None:
+    """Tell Megatron's schedules the name of another backend than the one that ours stands for."""
+    for dispatcher in dispatchers_of([model]):
+        dispatcher.config.moe_flex_dispatcher_backend = "another"
+
+
 CHANGES: dict[str, Callable[[torch.nn.Module], None]] = {
     "none": lambda _model: None,
     "quantization_padding": pad_for_quantization,
     "fewer_experts": drop_some_routes,
+    "other_identity": take_other_identity,
 }
 
 

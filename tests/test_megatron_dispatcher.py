@@ -27,6 +27,7 @@ CHECKS = (
     "router_dtype",
     "arguments_carry_gradients",
     "freed_inputs",
+    "other_identity_fails",
     "graphed_attributes",
     "recompute_releases",
     "shared_groups",

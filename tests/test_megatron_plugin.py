@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from ep_dispatcher.errors import ConfigError
+from ep_dispatcher.megatron import cpu_standins
 from ep_dispatcher.megatron.layer import EpMoELayer
 from ep_dispatcher.megatron.plugin import (
     EpPlugin,
@@ -121,3 +125,24 @@ def test_a_plugin_warns_about_a_version_nobody_tried(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(megatron.core, "__version__", "0.23.0")
     with pytest.warns(UserWarning, match=r"megatron-core 0\.23\.0 is outside"):
         EpPlugin()
+
+
+def test_standins_are_not_taken_for_a_gpu() -> None:
+    """In a process of its own, as they stay: streams work, and nothing finds a device."""
+    script = (
+        "import torch; from ep_dispatcher.megatron import cpu_standins as standins\n"
+        "assert standins.install() and standins.install()\n"
+        "assert torch.zeros(1, device='cuda').device.type == 'cpu'\n"
+        "torch.cuda.current_stream().wait_stream(torch.cuda.Stream())\n"
+        "assert not torch.cuda.is_available() and torch.cuda.device_count() == 0\n"
+    )
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", script], env=hidden, check=True, timeout=100)
+
+
+def test_standins_do_nothing_where_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one attribute of torch.cuda is replaced."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = dict(vars(torch.cuda))
+    assert not cpu_standins.install()
+    assert dict(vars(torch.cuda)) == before

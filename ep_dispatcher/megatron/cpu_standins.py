@@ -10,7 +10,8 @@ of its own code is changed here, apart from names that 0.16.1 forgets to define 
 Transformer Engine (`_define_missing_names`).
 
 Never active where a GPU is: `install()` returns False at once if `torch.cuda.is_available()`.
-`torch.cuda.is_available()` keeps saying False afterwards.
+`torch.cuda.is_available()` keeps saying False and `torch.cuda.device_count()` 0 afterwards, so
+nothing that looks for a GPU finds the stand-ins.
 
 Call it before megatron is imported, as some modules copy functions out of torch.cuda:
 
@@ -183,7 +184,6 @@ def _install_devices() -> None:
         torch.cuda,
         current_device=lambda: CPU,
         set_device=_nothing(),
-        device_count=lambda: 1,
         get_device_name=lambda *_args, **_kwargs: "cpu",
         get_device_capability=lambda *_args, **_kwargs: (0, 0),
         get_device_properties=lambda *_args, **_kwargs: properties,

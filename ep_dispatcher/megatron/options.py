@@ -36,7 +36,7 @@ class MegatronOptions:
         check_values: debug mode; refuses NaN weights and rows with more experts than slots.
         num_sms: SM budget of the communication kernels.
         chunk_tokens: tokens that travel under one flag.
-        timeout_s: deadline of every wait.
+        timeout_s: device tier: deadline of every wait.
 
     Raises:
         ConfigError: a value out of its range.
