@@ -31,6 +31,7 @@ PHASES = (
     "combine: entry",
     "combine: free slot",
     "combine: partial sums",
+    "another warp of the same block",
 )
 
 

@@ -59,7 +59,7 @@ if wants example; then
 fi
 if wants test; then
   step test
-  timeout 240 "$PYTHON" -m pytest -q --maxfail 10 --timeout 60 -p no:cacheprovider tests/test_kernels.py \
+  timeout 200 "$PYTHON" -m pytest -q --maxfail 10 --timeout 60 -p no:cacheprovider tests/test_kernels.py \
     tests/test_kernel_faults.py >"$RESULTS/test.log" 2>&1
   tail -25 "$RESULTS/test.log"
 fi

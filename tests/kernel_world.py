@@ -82,13 +82,12 @@ def check_sums(work: Round, result: tuple[list[Tensor], list[Tensor]]) -> None:
         assert_same_bits(f"rank {rank} weights_grad", grads, work.weight_grads[rank])
 
 
-def check_round(
-    world: OneGpuWorld, work: Round, *, streams: bool = False, duplicate: int = 0
-) -> None:
-    """Plan, dispatch, combine; each compared bit for bit."""
+def check_round(world: OneGpuWorld, work: Round, *, streams: bool = False) -> None:
+    """Plan, dispatch in both ways, combine; each compared bit for bit."""
     plans = route(world, work, streams=streams)
     check_plans(world, work, plans)
-    check_rows(work, dispatch(world, work, plans, streams=streams, duplicate=duplicate))
+    for duplicate in (0, 1):
+        check_rows(work, dispatch(world, work, plans, streams=streams, duplicate=duplicate))
     check_sums(work, combine(world, work, plans, streams=streams))
 
 

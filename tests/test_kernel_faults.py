@@ -104,6 +104,7 @@ def test_random_delays_change_nothing(seed: int) -> None:
         check_round(world, work, streams=bool(seed % 2))
 
 
+# test_mutation values: csrc/kernels/mutation.cuh
 def _mutate(world: OneGpuWorld, mutation: int, late_rank: int = LATE_RANK) -> None:
     for context in world.contexts:
         context.test_mutation = mutation
@@ -186,6 +187,17 @@ def test_dispatch_needs_its_flag_order_and_its_last_wait(mutation: int) -> None:
     _mutate(world, mutation)
     copies = _rows_at_the_end_of_each_kernel(world, work)
     assert _fails(lambda: check_rows(work, copies)) == (mutation != 0)
+
+
+@pytest.mark.parametrize("mutation", [0, 14])
+def test_further_copies_need_the_progress_of_the_sender(mutation: int) -> None:
+    """Claim O5 of dispatch: without it, a receiver copies rows that have not come yet."""
+    world = _warm_world()
+    work = new_round(world, "uniform")
+    plans = route(world, work)
+    _mutate(world, mutation)
+    outputs = dispatch(world, work, plans, duplicate=1)
+    assert _fails(lambda: check_rows(work, outputs)) == (mutation != 0)
 
 
 @pytest.mark.parametrize("mutation", [0, 13])

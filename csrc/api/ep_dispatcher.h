@@ -46,13 +46,14 @@ typedef enum EpDtype { EP_BFLOAT16 = 0, EP_FLOAT16 = 1, EP_FLOAT32 = 2 } EpDtype
 /* Where an expired wait was: EpFault.phase. */
 typedef enum EpPhase {
   EP_PHASE_NONE = 0,
-  EP_PHASE_ROUTE_GRID = 1,     /* own blocks of the route kernel */
-  EP_PHASE_ROUTE_COUNTS = 2,   /* counts and records of a peer */
-  EP_PHASE_DISPATCH_READY = 3, /* a peer's entry into dispatch */
-  EP_PHASE_DISPATCH_ROWS = 4,  /* a peer's rows */
-  EP_PHASE_COMBINE_READY = 5,  /* a peer's entry into combine */
-  EP_PHASE_COMBINE_CREDIT = 6, /* a free slot in a home rank's ring */
-  EP_PHASE_COMBINE_PARTIAL = 7 /* an expert rank's partial row */
+  EP_PHASE_ROUTE_GRID = 1,      /* own blocks of the route kernel */
+  EP_PHASE_ROUTE_COUNTS = 2,    /* counts and records of a peer */
+  EP_PHASE_DISPATCH_READY = 3,  /* a peer's entry into dispatch */
+  EP_PHASE_DISPATCH_ROWS = 4,   /* a peer's rows */
+  EP_PHASE_COMBINE_READY = 5,   /* a peer's entry into combine */
+  EP_PHASE_COMBINE_CREDIT = 6,  /* a free slot in a home rank's ring */
+  EP_PHASE_COMBINE_PARTIAL = 7, /* an expert rank's partial row */
+  EP_PHASE_BLOCK = 8            /* another warp of the same block */
 } EpPhase;
 
 /* How dispatch makes a token's second and further copies on one rank. */

@@ -37,7 +37,7 @@ void check(EpStatus status) {
 }
 
 void bind_window(py::module_& module) {
-  py::class_<EpWindowShape>(module, "WindowShape")
+  py::class_<EpWindowShape>(module, "WindowShape", py::module_local())
       .def(py::init([](int ep_size, int num_experts, int num_topk, int num_channels, int ring_depth,
                        int64_t max_tokens, int64_t partial_bytes) {
              return EpWindowShape{ep_size,    num_experts, num_topk,   num_channels,
@@ -53,7 +53,7 @@ void bind_window(py::module_& module) {
       .def_readonly("ring_depth", &EpWindowShape::ring_depth)
       .def_readonly("max_tokens", &EpWindowShape::max_tokens)
       .def_readonly("partial_bytes", &EpWindowShape::partial_bytes);
-  py::class_<EpWindowLayout>(module, "WindowLayout")
+  py::class_<EpWindowLayout>(module, "WindowLayout", py::module_local())
       .def(py::init([](const EpWindowShape& shape) {
         EpWindowLayout layout;
         check(ep_make_window_layout(&shape, &layout));
@@ -69,7 +69,7 @@ void bind_window(py::module_& module) {
 }
 
 void bind_context(py::module_& module) {
-  py::class_<EpContext> type(module, "Context");
+  py::class_<EpContext> type(module, "Context", py::module_local());
   type.def(py::init([](const EpWindowShape& shape, int ep_rank) {
              EpContext context{};
              context.shape = shape;
@@ -111,7 +111,7 @@ void bind_context(py::module_& module) {
 }
 
 void bind_plan(py::module_& module) {
-  py::class_<EpPlan> type(module, "PlanPointers");
+  py::class_<EpPlan> type(module, "PlanPointers", py::module_local());
   type.def(py::init([] { return EpPlan{}; }))
       .def_readwrite("num_tokens", &EpPlan::num_tokens)
       .def_readwrite("num_topk", &EpPlan::num_topk);
@@ -132,7 +132,7 @@ void bind_plan(py::module_& module) {
 // Arguments of one kernel: context and plan, then its own.
 template <class Args>
 py::class_<Args> bind_args(py::module_& module, const char* name) {
-  py::class_<Args> type(module, name);
+  py::class_<Args> type(module, name, py::module_local());
   type.def(py::init([](const EpContext& context, const EpPlan& plan) {
              Args args{};
              args.context = context;
@@ -209,7 +209,7 @@ bool wait_for_mailbox(uintptr_t mailbox, uint64_t ticket, uintptr_t fault, doubl
 }
 
 void bind_host_words(py::module_& module) {
-  py::class_<EpMailbox>(module, "Mailbox")
+  py::class_<EpMailbox>(module, "Mailbox", py::module_local())
       .def_readonly("ticket", &EpMailbox::ticket)
       .def_readonly("num_rows", &EpMailbox::num_rows)
       .def_readonly("demand_rows", &EpMailbox::demand_rows)
@@ -217,7 +217,7 @@ void bind_host_words(py::module_& module) {
       .def_readonly("bad_token", &EpMailbox::bad_token)
       .def_readonly("bad_expert", &EpMailbox::bad_expert)
       .def_readonly("refused_rank", &EpMailbox::refused_rank);
-  py::class_<EpFault>(module, "Fault")
+  py::class_<EpFault>(module, "Fault", py::module_local())
       .def_readonly("filed", &EpFault::filed)
       .def_readonly("rank", &EpFault::rank)
       .def_readonly("peer", &EpFault::peer)

@@ -1,18 +1,15 @@
 // combine, shared pieces: a block's view of the call, the ring of partial rows, the record order.
 #pragma once
 
-#include "core/window_layout.h"
 #include "kernels/launch.cuh"
 #include "kernels/numeric.cuh"
+#include "kernels/records.cuh"
 
 namespace ep {
 
-constexpr int kHomeWarps = 8;
-
-// What all warps of a block share, beside the stages.
+// What all warps of a block share.
 struct CombineShared {
   Watch watch;
-  const char* term[kHomeWarps][EP_MAX_TOPK];  // partial rows of each home warp's token, in order
 };
 
 // One block's view of the call.
@@ -71,101 +68,6 @@ struct CombineBlock {
   Peers peers;
   CombineShared* shared;
   int channel, num_ranks, depth, record_stride;
-};
-
-// A received record: a token of `source` with rows here.
-struct Record {
-  int source;
-  int record;       // in the plan's list
-  int index;        // among the source's records
-  bool opens_ring;  // its slot of the ring has not been used in this launch
-};
-
-// Walks through the records of a block's channel, in an order that is the same on all ranks: by
-// chunk of the channel, then source, then token. Worker w of W takes every W-th. A whole warp calls.
-class RecordCursor {
- public:
-  __device__ RecordCursor(const CombineBlock& block, int worker, int num_workers)
-      : block_(block), num_workers_(num_workers), at_(worker) {
-    lane_ = static_cast<int>(threadIdx.x) % 32;
-    for (int first = 0; first < block.num_ranks; first += 32) {
-      const Share share = share_of(first + lane_);
-      num_chunks_ = max(num_chunks_, __reduce_max_sync(~0u, share.end - share.first));
-    }
-    ahead_ = read_ranges(0, 0);
-  }
-
-  __device__ bool next(Record* record) {
-    while (at_ >= end_) {
-      if (!next_range()) {
-        return false;
-      }
-    }
-    const int list_first = __shfl_sync(~0u, now_.list_first, source_ % 32);
-    const int share_first = __shfl_sync(~0u, now_.share_first, source_ % 32);
-    *record = {source_, at_, at_ - list_first, at_ - share_first < block_.depth};
-    at_ += num_workers_;
-    return true;
-  }
-
- private:
-  struct Share {
-    int first, end;  // chunks
-  };
-  // One lane's source: records [first, end) of the chunk, and where the list and the share start.
-  struct Ranges {
-    int first, end, list_first, share_first;
-  };
-
-  __device__ Share share_of(int source) const {
-    if (source >= block_.num_ranks) {
-      return {0, 0};
-    }
-    const int64_t chunks = ceil_div(block_.args.plan.source_tokens[source], kChunkTokens);
-    const int channels = block_.context.shape.num_channels;
-    return {static_cast<int>(chunks * block_.channel / channels),
-            static_cast<int>(chunks * (block_.channel + 1) / channels)};
-  }
-
-  __device__ Ranges read_ranges(int chunk, int group) const {
-    const int source = group + lane_;
-    const Share share = share_of(source);
-    if (share.first + chunk >= share.end) {
-      return {0, 0, 0, 0};
-    }
-    const int32_t* first =
-        block_.args.plan.chunk_first + source * chunk_stride(block_.context.shape);
-    return {first[share.first + chunk], first[share.first + chunk + 1], first[0],
-            first[share.first]};
-  }
-
-  // Steps to the next source, and to the next chunk after the last one; carries over how many
-  // records are still to be passed until this worker's next.
-  __device__ bool next_range() {
-    const int behind = at_ - end_;
-    ++source_;
-    if (source_ == block_.num_ranks || source_ % 32 == 0) {
-      if (source_ == block_.num_ranks) {
-        source_ = 0;
-        ++chunk_;
-      }
-      if (chunk_ >= num_chunks_) {
-        return false;
-      }
-      now_ = ahead_;
-      const bool last_group = source_ + 32 >= block_.num_ranks;
-      ahead_ = read_ranges(chunk_ + (last_group ? 1 : 0), last_group ? 0 : source_ + 32);
-    }
-    end_ = __shfl_sync(~0u, now_.end, source_ % 32);
-    at_ = __shfl_sync(~0u, now_.first, source_ % 32) + behind;
-    return true;
-  }
-
-  const CombineBlock& block_;
-  Ranges now_{}, ahead_{};
-  int num_workers_, lane_ = 0, num_chunks_ = 0;
-  int chunk_ = 0, source_ = -1;
-  int at_, end_ = 0;
 };
 
 }  // namespace ep

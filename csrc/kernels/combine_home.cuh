@@ -1,221 +1,309 @@
-// combine at the home rank: sum the ranks' partial rows of each token.
+// combine at the home rank: the ranks' partial rows of each token are summed into its output row.
+// Loader, storer and crediter walk through the channel's tokens in ascending order.
 #pragma once
 
-#include "kernels/combine.cuh"
+#include "kernels/combine_group.cuh"
 
 namespace ep {
 
-// Partial rows as vectors of 16 bytes: kVectors of them make one vector of the output.
-template <EpDtype kDtype, bool kExact>
-struct PartialRow {
-  static constexpr EpDtype kType = kExact ? EP_FLOAT32 : kDtype;
-  static constexpr int kPerVector = Elements<kDtype>::kPerVector;
-  static constexpr int kVectors = kPerVector / Elements<kType>::kPerVector;
+// A token's contributors, ranks ascending, one (or two) a lane; read ahead of their use.
+struct Contributors {
+  uint64_t low, high;  // places `lane` and 32 + `lane`
+  unsigned low_present, high_present, low_counting, high_counting;
 
-  static __device__ __forceinline__ void unpack(const uint4* raw, float* values) {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      Elements<kType>::unpack(raw[i], values + i * Elements<kType>::kPerVector);
-    }
+  __device__ int count() const { return __popc(low_counting) + __popc(high_counting); }
+  // The place of the first one that counts, at or after `place`; 64 if there is none.
+  __device__ int next_counting(int place) const {
+    const uint64_t all = static_cast<uint64_t>(high_counting) << 32 | low_counting;
+    const uint64_t rest = place < 64 ? all >> place << place : 0;
+    return rest == 0 ? 64 : __ffsll(static_cast<long long>(rest)) - 1;
   }
-
-  static __device__ __forceinline__ void round(const float* values, uint4* raw) {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      raw[i] = pack<kType>(values + i * Elements<kType>::kPerVector);
-    }
+  __device__ uint64_t word(int place) const {
+    const uint64_t from_low = __shfl_sync(~0u, low, place % 32);
+    const uint64_t from_high = __shfl_sync(~0u, high, place % 32);
+    return place < 32 ? from_low : from_high;
   }
 };
 
-struct Contributor {
-  int rank, index;
-  bool present, counts;
+__device__ __forceinline__ int rank_of_word(uint64_t word) {
+  return static_cast<int>(word & kContributorRankMask);
+}
+__device__ __forceinline__ int index_of_word(uint64_t word) {
+  return static_cast<int>(word >> kContributorRecordShift);
+}
+
+__device__ inline Contributors read_contributors(const CombineBlock& block, int64_t token) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int num_topk = block.args.plan.num_topk;
+  const uint64_t* words = block.args.plan.contributor + token * num_topk;
+  Contributors list;
+  list.low = lane < num_topk ? __ldg(words + lane) : kNoContributor;
+  list.high = 32 + lane < num_topk ? __ldg(words + 32 + lane) : kNoContributor;
+  return list;
+}
+
+// Decides who is there; separate from the reads, which run ahead.
+__device__ inline void settle(Contributors* list) {
+  const bool low = list->low != kNoContributor;
+  const bool high = list->high != kNoContributor;
+  list->low_present = __ballot_sync(~0u, low);
+  list->high_present = __ballot_sync(~0u, high);
+  list->low_counting = __ballot_sync(~0u, low && (list->low & kContributorVoid) == 0);
+  list->high_counting = __ballot_sync(~0u, high && (list->high & kContributorVoid) == 0);
+}
+
+// Walks through the tokens of the channel with one token read ahead.
+class TokenCursor {
+ public:
+  __device__ explicit TokenCursor(const CombineBlock& block) : block_(block) {
+    range_ =
+        channel_tokens(block.args.plan.num_tokens, block.channel, block.context.shape.num_channels);
+    if (range_.first < range_.end) {
+      ahead_ = read_contributors(block, range_.first);
+    }
+  }
+
+  __device__ bool next(int64_t* token, Contributors* list) {
+    if (range_.first >= range_.end) {
+      return false;
+    }
+    *token = range_.first++;
+    *list = ahead_;
+    if (range_.first < range_.end) {
+      ahead_ = read_contributors(block_, range_.first);
+    }
+    settle(list);
+    return true;
+  }
+
+ private:
+  const CombineBlock& block_;
+  TokenRange range_;
+  Contributors ahead_{};
 };
 
-__device__ inline Contributor read_contributor(const EpPlan& plan, int64_t token, int place) {
-  const uint64_t word = place < plan.num_topk
-                            ? __ldg(plan.contributor + token * plan.num_topk + place)
-                            : kNoContributor;
-  const bool present = word != kNoContributor;
-  return {static_cast<int>(word & kContributorRankMask),
-          static_cast<int>(word >> kContributorRecordShift), present,
-          present && (word & kContributorVoid) == 0};
-}
-
-// Waits for the partial rows of a token and lists the addresses of those that count, ranks
-// ascending. Returns their number, or -1 if the block has to leave.
-__device__ inline int gather_terms(const CombineBlock& block, int64_t token, int warp) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  int count = 0;
-  for (int first = 0; first < block.args.plan.num_topk; first += 32) {
-    const Contributor from = read_contributor(block.args.plan, token, first + lane);
-    bool here = true;
-    if (from.present && !mutated(block.context, Mutation::kCombineSkipPartial)) {
-      here = wait_until(block.context, &block.shared->watch, block.full_here(from.rank, from.index),
-                        block.passed(from.index),  // O2
-                        {from.rank, EP_PHASE_COMBINE_PARTIAL, block.channel});
-    }
-    if (__any_sync(~0u, !here)) {
-      return -1;
-    }
-    const unsigned counting = __ballot_sync(~0u, from.counts);
-    if (from.counts) {
-      const int place = count + __popc(counting & ((1u << lane) - 1));
-      block.shared->term[warp][place] = block.slot_here(from.rank, from.index);
-    }
-    count += __popc(counting);
-  }
-  __syncwarp();
-  return count;
-}
-
-// Gives the slots of a token's partial rows back to the ranks that filled them.
-__device__ inline void return_credits(const CombineBlock& block, int64_t token) {
-  __syncwarp();
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int place = lane; place < block.args.plan.num_topk; place += 32) {
-    const Contributor from = read_contributor(block.args.plan, token, place);
-    if (from.present) {
-      store_release_sys(block.free_at_expert(from.rank, from.index),
-                        block.passed(from.index));  // O3
+// Each lane waits for its contributors' partial rows.
+__device__ inline bool wait_for_partials(const CombineBlock& block, const Contributors& list) {
+  bool here = true;
+  for (const uint64_t word : {list.low, list.high}) {
+    if (word != kNoContributor && here && !mutated(block.context, Mutation::kCombineSkipPartial)) {
+      const int rank = rank_of_word(word);
+      const int index = index_of_word(word);
+      here = wait_until(block.context, &block.shared->watch, block.full_here(rank, index),
+                        block.passed(index),  // O2
+                        {rank, EP_PHASE_COMBINE_PARTIAL, block.channel});
     }
   }
+  return __all_sync(~0u, here);
 }
 
-// Terms whose loads are in flight together, and output vectors of a lane likewise.
-template <bool kExact>
-constexpr int kTermsAtOnce = kExact ? 2 : 4;
-constexpr int kVectorsAtOnce = 2;
-
-// Adds up to kTermsAtOnce terms, from `base` on, of one lane's output vectors.
-template <EpDtype kDtype, bool kExact>
-__device__ __forceinline__ void add_terms(const char* const* terms, int count, int base, int vector,
-                                          int num_vectors,
-                                          float (*sum)[Elements<kDtype>::kPerVector]) {
-  using Row = PartialRow<kDtype, kExact>;
-  uint4 raw[kTermsAtOnce<kExact>][kVectorsAtOnce][Row::kVectors];
-#pragma unroll
-  for (int term = 0; term < kTermsAtOnce<kExact>; ++term) {
-#pragma unroll
-    for (int at = 0; at < kVectorsAtOnce; ++at) {
-      if (base + term < count && vector + 32 * at < num_vectors) {
-        const auto* row = reinterpret_cast<const uint4*>(terms[base + term]);
-#pragma unroll
-        for (int part = 0; part < Row::kVectors; ++part) {
-          raw[term][at][part] = load_row(row + (vector + 32 * at) * Row::kVectors + part);
-        }
+// Segment by segment, the terms of each by ascending rank.
+__device__ inline bool load_token(const Group& group, StageLoader* loader, const Contributors& list,
+                                  uint64_t policy) {
+  const int count = list.count();
+  for (int segment = 0; segment < group.shape.segments; ++segment) {
+    int place = list.next_counting(0);
+    for (int at = 0; at < count; ++at) {
+      const uint64_t word = list.word(place);
+      const int mark = (at == 0 ? kFirstTerm : 0) | (at + 1 == count ? kLastTerm : 0);
+      const char* row = group.block.slot_here(rank_of_word(word), index_of_word(word));
+      if (!loader->load(row, segment, mark, policy)) {
+        return false;
       }
+      place = list.next_counting(place + 1);
     }
   }
-#pragma unroll
-  for (int term = 0; term < kTermsAtOnce<kExact>; ++term) {
-    if (base + term >= count) {
-      break;
-    }
-#pragma unroll
-    for (int at = 0; at < kVectorsAtOnce; ++at) {
-      float values[Row::kPerVector];
-      Row::unpack(raw[term][at], values);
-#pragma unroll
-      for (int i = 0; i < Row::kPerVector; ++i) {
-        sum[at][i] = base + term == 0 ? values[i] : sum[at][i] + values[i];
-      }
-    }
-  }
+  return true;
 }
 
-// Sums the listed partial rows of a token in their order and stores its row of the output.
-template <EpDtype kDtype, bool kExact>
-__device__ void sum_terms(const CombineBlock& block, int64_t token, int warp, int count) {
-  constexpr int kPerVector = Elements<kDtype>::kPerVector;
-  const auto num_vectors = static_cast<int>(block.args.hidden / kPerVector);
-  auto* out = static_cast<uint4*>(block.args.out) + token * num_vectors;
-  const uint64_t policy = evict_first_policy();
-  const char* const* terms = block.shared->term[warp];
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int vector = lane; vector < num_vectors; vector += 32 * kVectorsAtOnce) {
-    float sum[kVectorsAtOnce][kPerVector] = {};
-    for (int base = 0; base < count; base += kTermsAtOnce<kExact>) {
-      add_terms<kDtype, kExact>(terms, count, base, vector, num_vectors, sum);
-    }
-#pragma unroll
-    for (int at = 0; at < kVectorsAtOnce; ++at) {
-      if (vector + 32 * at < num_vectors) {
-        store_row_once(out + vector + 32 * at, pack<kDtype>(sum[at]), policy);
-      }
-    }
-  }
-}
-
-// A sum of one rounded partial row is that row, bit for bit.
-__device__ inline void copy_term(const CombineBlock& block, int64_t token, int warp,
-                                 int row_bytes) {
-  const auto* from = reinterpret_cast<const uint4*>(block.shared->term[warp][0]);
+// A token that nobody contributes to.
+__device__ inline void zero_token(const CombineBlock& block, int64_t token, int64_t row_bytes) {
   auto* out = reinterpret_cast<uint4*>(static_cast<char*>(block.args.out) + token * row_bytes);
-  const uint64_t policy = evict_first_policy();
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll 4
-  for (int vector = lane; vector < row_bytes / 16; vector += 32) {
-    store_row_once(out + vector, load_row(from + vector), policy);
+  for (int at = static_cast<int>(threadIdx.x) % 32; at < row_bytes / 16; at += 32) {
+    out[at] = make_uint4(0, 0, 0, 0);
   }
 }
 
-// The place of a slot's row among its token's rows on the same rank.
-__device__ inline int place_on_rank(const EpPlan& plan, int64_t first, int64_t at) {
-  int place = 0;
-  for (int64_t other = first; other < first + plan.num_topk; ++other) {
-    place +=
-        plan.dst_rank[other] == plan.dst_rank[at] && plan.dst_row[other] < plan.dst_row[at] ? 1 : 0;
-  }
-  return place;
-}
-
-// Reads the weights' gradients that lie behind the partial rows; dropped slots get 0.
-__device__ inline void read_weight_grads(const CombineBlock& block, int64_t token,
-                                         int64_t partial_bytes) {
-  const EpPlan& plan = block.args.plan;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t first = token * plan.num_topk;
-  for (int slot = lane; slot < plan.num_topk; slot += 32) {
-    const int rank = plan.dst_rank[first + slot];
-    float grad = 0.0f;
-    for (int place = 0; rank >= 0 && place < plan.num_topk; ++place) {
-      const Contributor from = read_contributor(plan, token, place);
-      if (from.present && from.rank == rank) {
-        const auto* grads = reinterpret_cast<const volatile float*>(
-            block.slot_here(rank, from.index) + partial_bytes);
-        grad = grads[place_on_rank(plan, first, first + slot)];
-      }
-    }
-    block.args.weights_grad[first + slot] = grad;
-  }
-}
-
-// One home warp: every kHomeWarps-th token of the channel, ascending.
-template <EpDtype kDtype, bool kExact>
-__device__ void bring_home(const CombineBlock& block, int warp) {
-  constexpr int kElementBytes = 16 / Elements<kDtype>::kPerVector;
-  const TokenRange range =
-      channel_tokens(block.args.plan.num_tokens, block.channel, block.context.shape.num_channels);
-  for (int64_t token = range.first + warp; token < range.end; token += kHomeWarps) {
-    const int count = gather_terms(block, token, warp);
-    if (count < 0) {
+__device__ inline void load_partials(const Group& group, int64_t partial_bytes, int64_t out_bytes) {
+  StageLoader loader(group, partial_bytes);
+  TokenCursor cursor(group.block);
+  const uint64_t policy = evict_normal_policy();
+  int64_t token;
+  Contributors list;
+  while (cursor.next(&token, &list)) {
+    if (!wait_for_partials(group.block, list)) {
+      loader.drain();
       return;
     }
-    if (mutated(block.context, Mutation::kCombineSkipCredit) ||
-        mutated(block.context, Mutation::kCombineSkipEntry)) {
-      test_stall(block.context);
+    fence_proxy_async();  // O2
+    if (mutated(group.block.context, Mutation::kCombineSkipCredit) ||
+        mutated(group.block.context, Mutation::kCombineSkipEntry)) {
+      test_stall(group.block.context);
     }
-    if (count == 1 && !kExact) {
-      copy_term(block, token, warp, static_cast<int>(block.args.hidden) * kElementBytes);
-    } else {
-      sum_terms<kDtype, kExact>(block, token, warp, count);
+    if (list.count() == 0) {
+      zero_token(group.block, token, out_bytes);
+    } else if (!load_token(group, &loader, list, policy)) {
+      loader.drain();
+      return;
     }
-    if (block.args.weights_grad != nullptr) {
-      read_weight_grads(block, token, align_up(block.partial_bytes(kElementBytes), 16));
+  }
+  loader.finish();
+}
+
+// Stores the sums.
+__device__ inline void store_tokens(const Group& group, int64_t out_bytes) {
+  TokenCursor cursor(group.block);
+  RingPosition position(kOutboxes);
+  const uint64_t policy = evict_first_policy();
+  const bool acts = threadIdx.x % 32 == 0;
+  int unread = -1;
+  int64_t token;
+  Contributors list;
+  while (cursor.next(&token, &list)) {
+    char* out = static_cast<char*>(group.block.args.out) + token * out_bytes;
+    for (int segment = 0; segment < group.shape.segments && list.count() > 0; ++segment) {
+      const int at = position.at();
+      if (!mbarrier_wait(group.watch, &group.shared->outbox_full[at], position.parity())) {
+        bulk_wait_done<0>();
+        return;
+      }
+      if (acts) {
+        bulk_store_once(out + int64_t{segment} * group.shape.outbox_bytes, group.outbox(at),
+                        Group::cut(segment, out_bytes, group.shape.outbox_bytes), policy);
+        bulk_commit();
+        bulk_wait_read<1>();
+        if (unread >= 0) {
+          mbarrier_arrive(&group.shared->outbox_empty[unread]);
+        }
+      }
+      __syncwarp();
+      unread = at;
+      position.step();
     }
-    return_credits(block, token);
+  }
+  if (acts && unread >= 0) {
+    bulk_wait_read<0>();
+    mbarrier_arrive(&group.shared->outbox_empty[unread]);
+  }
+  bulk_wait_done<0>();
+}
+
+// --- gradients of the weights, and credits ---
+
+// Slots of one pass over a token: reads their gradients, which lie behind the partial rows.
+__device__ inline void read_gradients(const CombineBlock& block, int64_t token,
+                                      const Contributors& list, int64_t grads_at) {
+  const EpPlan& plan = block.args.plan;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int32_t* ranks = plan.dst_rank + token * plan.num_topk;
+  const int32_t* rows = plan.dst_row + token * plan.num_topk;
+  for (int first = 0; first < plan.num_topk; first += 32) {
+    const int slot = first + lane;
+    const int rank = slot < plan.num_topk ? __ldg(ranks + slot) : -1;
+    const int row = slot < plan.num_topk ? __ldg(rows + slot) : -1;
+    int index = -1;
+    int place = list.next_counting(0);
+    for (; place < 64; place = list.next_counting(place + 1)) {
+      const uint64_t word = list.word(place);
+      index = rank_of_word(word) == rank ? index_of_word(word) : index;
+    }
+    int earlier = 0;
+    for (int other = 0; other < plan.num_topk; ++other) {
+      earlier += __ldg(ranks + other) == rank && __ldg(rows + other) < row ? 1 : 0;
+    }
+    float grad = 0.0f;
+    if (rank >= 0 && index >= 0) {
+      grad = load_float(reinterpret_cast<const float*>(block.slot_here(rank, index) + grads_at) +
+                        earlier);
+    }
+    if (slot < plan.num_topk) {
+      block.args.weights_grad[token * plan.num_topk + slot] = grad;
+    }
   }
 }
+
+// Tokens whose credits one fence serves, at most.
+constexpr int kCreditBatch = 4;
+
+// Gives slots back once their partial rows lie in shared memory.
+class Crediter {
+ public:
+  __device__ Crediter(const Group& group, int64_t grads_at)
+      : group_(group),
+        block_(group.block),
+        grads_at_(grads_at),
+        position_(group.shape.num_stages) {}
+
+  __device__ void run() {
+    TokenCursor cursor(block_);
+    int64_t token;
+    Contributors list;
+    while (cursor.next(&token, &list)) {
+      if (!await_stages(list) || !await_void(list)) {
+        return;
+      }
+      if (block_.args.weights_grad != nullptr) {
+        read_gradients(block_, token, list, grads_at_);
+      }
+      first_ = pending_ == 0 ? token : first_;
+      if (++pending_ == kCreditBatch) {
+        release();
+      }
+    }
+    release();
+  }
+
+ private:
+  // Waits until all stages of a token are loaded; while there is nothing to do, gives credits.
+  __device__ bool await_stages(const Contributors& list) {
+    const int stages = list.count() * group_.shape.segments;
+    for (int at = 0; at < stages; ++at) {
+      uint64_t* full = &group_.shared->full[position_.at()];
+      if (__any_sync(~0u, !mbarrier_try(full, position_.parity()))) {
+        release();
+        if (!mbarrier_wait(group_.watch, full, position_.parity())) {
+          return false;
+        }
+      }
+      arrive_once_a_warp(&group_.shared->empty[position_.at()]);
+      position_.step();
+    }
+    return true;
+  }
+
+  // Partial rows that do not count never pass through a stage.
+  __device__ bool await_void(const Contributors& list) {
+    if (list.low_present == list.low_counting && list.high_present == list.high_counting) {
+      return true;
+    }
+    release();
+    return wait_for_partials(block_, list);
+  }
+
+  __device__ void release() {
+    const int num_topk = block_.args.plan.num_topk;
+    const int words = pending_ * num_topk;
+    __syncwarp();
+    if (words > 0) {
+      fence_sys();  // O3
+    }
+    for (int at = static_cast<int>(threadIdx.x) % 32; at < words; at += 32) {
+      const uint64_t word = __ldg(block_.args.plan.contributor + first_ * num_topk + at);
+      if (word != kNoContributor) {
+        const int index = index_of_word(word);
+        store_relaxed_sys(block_.free_at_expert(rank_of_word(word), index), block_.passed(index));
+      }
+    }
+    pending_ = 0;
+    __syncwarp();
+  }
+
+  const Group& group_;
+  const CombineBlock& block_;
+  int64_t grads_at_;
+  RingPosition position_;
+  int64_t first_ = 0;  // of the pending tokens
+  int pending_ = 0;
+};
 
 }  // namespace ep

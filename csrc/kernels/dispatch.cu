@@ -2,6 +2,8 @@
 //
 // Data flow   x[token] --bulk load--> stage in shared memory --one bulk store per copy--> row
 //             dst_row of recv_x at dst_rank; beside it one 4-byte store of the copy's weight.
+//             With EP_DUPLICATE_BY_RECEIVER only a token's lowest row on a rank crosses the link; there
+//             further warps copy it to its other rows, following the senders' progress.
 //             Rows of recv_x that receive nothing (padding, static tail) are zeroed by their owner.
 // Grid        num_channels blocks; channel c owns a contiguous share of the tokens; each warp of it
 //             owns every W-th of them and a ring of stages of its own: warps never wait for each
@@ -16,8 +18,10 @@
 //                launch's rows start and that the peer's earlier work on them is over.
 //             O4 a stage is loaded again only after the stores that read it: bulk wait (read) by
 //                every lane that issued one -> __syncwarp -> load.
+//             O5 rows_done of a source's warp (acquire) -> async-proxy fence -> bulk load of a row that
+//                it has sent.
 // Failure     an expired wait files a fault; the block stores nothing more and leaves.
-#include "kernels/dispatch.cuh"
+#include "kernels/dispatch_duplicate.cuh"
 
 namespace ep {
 namespace {
@@ -122,30 +126,46 @@ __device__ __forceinline__ void wait_for_load(const Sender& sender, int item) {
   }
 }
 
-// Where one copy goes, and its weight.
+// Where one copy goes, and its weight; `further` if the receiver makes the copy.
 struct Target {
   int rank;
   int row;
   float weight;
+  bool further;
 };
+
+// Whether another slot of the token has a lower row on the same rank.
+__device__ __forceinline__ bool is_further_copy(const Sender& sender, int64_t token, int rank,
+                                                int row) {
+  const EpPlan& plan = sender.args.plan;
+  bool further = false;
+  for (int64_t at = token * sender.num_topk; at < (token + 1) * sender.num_topk; ++at) {
+    further = further || (__ldg(plan.dst_rank + at) == rank && __ldg(plan.dst_row + at) < row);
+  }
+  return further;
+}
 
 __device__ __forceinline__ Target read_target(const Sender& sender, int64_t token, int slot) {
   if (slot >= sender.num_topk) {
-    return {-1, 0, 0.0f};
+    return {-1, 0, 0.0f, false};
   }
   const EpDispatchArgs& args = sender.args;
   const int64_t at = token * sender.num_topk + slot;
-  return {__ldg(args.plan.dst_rank + at), __ldg(args.plan.dst_row + at),
-          args.topk_weights == nullptr ? 0.0f : __ldg(args.topk_weights + at)};
+  const int rank = __ldg(args.plan.dst_rank + at);
+  const int row = __ldg(args.plan.dst_row + at);
+  return {rank, row, args.topk_weights == nullptr ? 0.0f : __ldg(args.topk_weights + at),
+          sender.shape.duplicators > 0 && is_further_copy(sender, token, rank, row)};
 }
 
 __device__ __forceinline__ void store_copy(const Sender& sender, int item, const Target& target) {
   if (target.rank < 0) {
     return;
   }
-  char* to = sender.shared->rows_at[target.rank] + target.row * sender.args.row_bytes +
-             sender.segment_offset(item);
-  bulk_store(to, sender.stage_of(item), sender.segment_bytes(item));
+  if (!target.further) {
+    char* to = sender.shared->rows_at[target.rank] + target.row * sender.args.row_bytes +
+               sender.segment_offset(item);
+    bulk_store_once(to, sender.stage_of(item), sender.segment_bytes(item), sender.policy);
+  }
   float* weights = sender.shared->weights_at[target.rank];
   if (weights != nullptr && sender.segment_offset(item) == 0) {
     weights[target.row] = target.weight;
@@ -170,7 +190,40 @@ __device__ void drain_loads(const Sender& sender) {
   }
 }
 
+// Tells every receiver how far this warp is.
+__device__ void publish(const Sender& sender, uint64_t progress) {
+  const EpContext& context = sender.context;
+  fence_proxy_async();
+  __syncwarp();
+  for (int rank = sender.lane; rank < context.shape.ep_size; rank += 32) {
+    uint64_t* done =
+        sender.peers.at<uint64_t>(rank, context.window.rows_done) +
+        (context.ep_rank * context.shape.num_channels + sender.channel) * EP_SEND_WARPS +
+        sender.warp;
+    fence_sys();  // O1
+    store_relaxed_sys(done, sender.shared->watch.epoch << kProgressBits | progress);
+  }
+}
+
+// All rows of this warp are there.
+__device__ void publish_rows(const Sender& sender) {
+  bulk_wait_done<0>();
+  publish(sender, kProgressAll);
+}
+
+// Now and then: the rows of all tokens before the one at `item` are there.
+__device__ void publish_progress(const Sender& sender, int item) {
+  const int tokens = item / sender.shape.segments;
+  if (tokens % kProgressTokens == 0 && item % sender.shape.segments == 0 && tokens > 0) {
+    bulk_wait_done<1>();
+    publish(sender, static_cast<uint64_t>(tokens));
+  }
+}
+
 __device__ void send_rows(const Sender& sender) {
+  if (sender.num_items == 0) {
+    return;
+  }
   Target next = read_target(sender, sender.first_token, sender.lane);
   Target now = next;
   for (int item = 0; item < sender.num_items; ++item) {
@@ -187,6 +240,9 @@ __device__ void send_rows(const Sender& sender) {
       store_copy(sender, item, read_target(sender, token, slot));
     }
     bulk_commit();
+    if (sender.shape.duplicators > 0) {
+      publish_progress(sender, item);
+    }
     if (item + kLookahead < sender.num_items) {
       bulk_wait_read<1>();  // O4
       __syncwarp();
@@ -197,29 +253,13 @@ __device__ void send_rows(const Sender& sender) {
   }
 }
 
-// Tells every receiver that this warp's rows are there.
-__device__ void publish_rows(const Sender& sender) {
-  const EpContext& context = sender.context;
-  bulk_wait_done<0>();
-  fence_proxy_async();
-  __syncwarp();
-  for (int rank = sender.lane; rank < context.shape.ep_size; rank += 32) {
-    uint64_t* done =
-        sender.peers.at<uint64_t>(rank, context.window.rows_done) +
-        (context.ep_rank * context.shape.num_channels + sender.channel) * EP_SEND_WARPS +
-        sender.warp;
-    fence_sys();  // O1
-    store_relaxed_sys(done, sender.shared->watch.epoch << kProgressBits | kProgressAll);
-  }
-}
-
 // Waits until the rows of this channel of every source have arrived.
 __device__ void wait_for_rows(const Sender& sender) {
   const EpContext& context = sender.context;
   const uint64_t* done = sender.peers.at<uint64_t>(context.ep_rank, context.window.rows_done);
   const uint64_t expected = sender.shared->watch.epoch << kProgressBits | kProgressAll;
   const int words = context.shape.ep_size * sender.shape.warps;
-  for (int word = threadIdx.x; word < words; word += blockDim.x) {
+  for (int word = threadIdx.x; word < words; word += 32 * sender.shape.warps) {
     const int source = word / sender.shape.warps;
     const int at = (source * context.shape.num_channels + sender.channel) * EP_SEND_WARPS +
                    word % sender.shape.warps;
@@ -228,37 +268,54 @@ __device__ void wait_for_rows(const Sender& sender) {
   }
 }
 
+// The sending warps. Returns once the rows of this channel of every source are there.
+__device__ void send(const EpDispatchArgs& args, const Sender& sender, bool entered) {
+  if (!entered) {
+    drain_loads(sender);
+    return;
+  }
+  if (mutated(args.context, Mutation::kDispatchFlagFirst)) {
+    publish_rows(sender);
+    test_stall(args.context);
+  }
+  if (mutated(args.context, Mutation::kDispatchSkipTail) ||
+      mutated(args.context, Mutation::kDuplicateSkipWait)) {
+    test_stall(args.context);  // late after its entry, so that peers get that far
+  }
+  send_rows(sender);
+  publish_rows(sender);
+  if (!mutated(args.context, Mutation::kDispatchSkipTail)) {
+    wait_for_rows(sender);
+  }
+}
+
 __device__ void dispatch(const EpDispatchArgs& args, int channel, char* stages,
                          DispatchShared* shared) {
   begin_launch(args.context, kDispatch, &shared->watch);
-  Sender sender(args, channel, stages, shared);
+  const Sender sender(args, channel, stages, shared);
+  const int duplicator = sender.warp - sender.shape.warps;
   if (channel == 0) {
     announce(args, *shared);
   }
-  if (sender.lane < kStagesPerWarp) {
-    mbarrier_init(sender.full + sender.lane, 1);
-    fence_mbarrier_init();
-  }
-  zero_unused_rows(sender);
-  start_loads(sender);
-  if (wait_for_entry(args, channel, shared)) {
-    if (mutated(args.context, Mutation::kDispatchFlagFirst)) {
-      publish_rows(sender);
-      test_stall(args.context);
-    }
-    send_rows(sender);
-    publish_rows(sender);
-    if (!mutated(args.context, Mutation::kDispatchSkipTail)) {
-      wait_for_rows(sender);
+  if (duplicator >= 0) {
+    Duplicator copier(args, channel, duplicator, stages, shared);
+    if (wait_for_entry(args, channel, shared)) {
+      copier.run();
     }
   } else {
-    drain_loads(sender);
+    if (sender.lane < kStagesPerWarp) {
+      mbarrier_init(sender.full + sender.lane, 1);
+      fence_mbarrier_init();
+    }
+    zero_unused_rows(sender);
+    start_loads(sender);
+    send(args, sender, wait_for_entry(args, channel, shared));
   }
   end_launch(args.context, kDispatch, shared->watch);
 }
 
 template <int kRanks>
-__global__ void __launch_bounds__(32 * EP_SEND_WARPS, 1)
+__global__ void __launch_bounds__(32 * (EP_SEND_WARPS + kDuplicateWarps), 1)
     dispatch_kernel(const __grid_constant__ World<EpDispatchArgs, kRanks> world) {
   extern __shared__ __align__(128) char stages[];
   __shared__ DispatchShared shared;
@@ -270,8 +327,8 @@ __global__ void __launch_bounds__(32 * EP_SEND_WARPS, 1)
 }  // namespace
 
 cudaError_t launch_dispatch(const EpDispatchArgs* ranks, int num_ranks, cudaStream_t stream) {
-  const SendShape shape = send_shape(ranks[0].row_bytes);
-  const LaunchShape launch = {32 * shape.warps, dispatch_shared_bytes(shape)};
+  const SendShape shape = send_shape(ranks[0].row_bytes, ranks[0].duplicate);
+  const LaunchShape launch = {32 * (shape.warps + shape.duplicators), dispatch_shared_bytes(shape)};
   return num_ranks == 1
              ? launch_with<EpDispatchArgs, 1>(dispatch_kernel<1>, ranks, 1, launch, stream)
              : launch_with<EpDispatchArgs, EP_WORLD_RANKS>(dispatch_kernel<EP_WORLD_RANKS>, ranks,

@@ -5,29 +5,39 @@
 
 namespace ep {
 
-constexpr int kStageLimitBytes = 14336;  // longer rows travel in segments
+constexpr int kStageLimitBytes = 7168;  // longer rows travel in segments
 constexpr int kStagesPerWarp = 4;
 constexpr int kSharedBudgetBytes = 229376;  // of the 227 KiB that a block may have
+
+// Warps that make further copies at the receiver, and stages of each.
+constexpr int kDuplicateWarps = 4;
+constexpr int kDuplicateStages = 2;
+constexpr int kProgressTokens = 2;  // tokens of a warp between two words of progress
 
 // How a row length is carried: chosen once per call, equal on all ranks.
 struct SendShape {
   int warps;          // each sends its own tokens through its own ring of stages
+  int duplicators;    // warps after them that make further copies; 0: the sender makes them
   int segments;       // of a row
   int segment_bytes;  // of all but the last
 };
 
 // Long rows need few issuing threads and much memory; short rows are limited by issue, so more
 // warps share the same memory (measured: docs/performance.md).
-EP_HOST_DEVICE constexpr SendShape send_shape(int64_t row_bytes) {
+EP_HOST_DEVICE constexpr SendShape send_shape(int64_t row_bytes, int32_t duplicate) {
   const int64_t segments = max_of(1, ceil_div(row_bytes, kStageLimitBytes));
   const int64_t segment = align_up(ceil_div(row_bytes, segments), 16);
-  const int64_t fitting = kSharedBudgetBytes / (kStagesPerWarp * max_of(segment, 16));
-  const int64_t warps = fitting >= 16 ? 16 : (fitting >= 8 ? 8 : 4);
-  return {static_cast<int>(warps), static_cast<int>(segments), static_cast<int>(segment)};
+  const int64_t duplicators = duplicate == EP_DUPLICATE_BY_RECEIVER ? kDuplicateWarps : 0;
+  const int64_t left = kSharedBudgetBytes - duplicators * kDuplicateStages * segment;
+  const int64_t warps = min_of(EP_SEND_WARPS, left / (kStagesPerWarp * segment));
+  return {static_cast<int>(warps), static_cast<int>(duplicators), static_cast<int>(segments),
+          static_cast<int>(segment)};
 }
 
 inline int64_t dispatch_shared_bytes(const SendShape& shape) {
-  return align_up(int64_t{shape.warps} * kStagesPerWarp * shape.segment_bytes, 128);
+  const int64_t stages =
+      int64_t{shape.warps} * kStagesPerWarp + int64_t{shape.duplicators} * kDuplicateStages;
+  return align_up(stages * shape.segment_bytes, 128);
 }
 
 // What all warps of a block share.
@@ -36,6 +46,7 @@ struct DispatchShared {
   char* rows_at[EP_MAX_RANKS];      // row 0 of each rank's recv_x
   float* weights_at[EP_MAX_RANKS];  // likewise recv_weights; null where no weights travel
   uint64_t full[EP_SEND_WARPS * kStagesPerWarp];
+  uint64_t duplicate_full[kDuplicateWarps * kDuplicateStages];
 };
 
 // One warp's view of the call.
@@ -46,7 +57,7 @@ struct Sender {
         context(dispatch_args.context),
         peers(dispatch_args.context),
         shared(block_shared),
-        shape(send_shape(dispatch_args.row_bytes)) {
+        shape(send_shape(dispatch_args.row_bytes, dispatch_args.duplicate)) {
     channel = block_channel;
     warp = static_cast<int>(threadIdx.x) / 32;
     lane = static_cast<int>(threadIdx.x) % 32;

@@ -26,6 +26,7 @@ __device__ inline void begin_launch(const EpContext& context, KernelId kernel, W
     const Peers peers(context);
     const LocalControl* local = peers.at<LocalControl>(context.ep_rank, context.window.local);
     watch->epoch = load_relaxed_sys(&local->epoch[kernel]) + 1;
+    watch->context = &context;
     watch->deadline_ns = time_ns() + context.timeout_ns;
     watch->aborted = 0;
     test_stall(context);

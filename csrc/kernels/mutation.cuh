@@ -14,6 +14,7 @@ enum class Mutation : int32_t {
   kDispatchFlagFirst = 11,   // dispatch O1
   kDispatchSkipTail = 12,    // dispatch O2
   kDispatchSkipEntry = 13,   // dispatch O3
+  kDuplicateSkipWait = 14,   // dispatch O5
   kCombineFlagFirst = 21,    // combine O1
   kCombineSkipPartial = 22,  // combine O2
   kCombineSkipCredit = 23,   // combine O3

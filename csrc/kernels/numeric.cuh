@@ -80,6 +80,22 @@ __device__ __forceinline__ uint4 pack(const float* values) {
   }
 }
 
+// Stores the values of one vector of terms as elements of the sum's type: vector `at` of the terms.
+template <EpDtype kTerm, EpDtype kSum>
+__device__ __forceinline__ void store_rounded(char* row, int at, const float* values) {
+  constexpr int kTerms = Elements<kTerm>::kPerVector;
+  constexpr int kSums = Elements<kSum>::kPerVector;
+  if constexpr (kTerms == kSums) {
+    reinterpret_cast<uint4*>(row)[at] = pack<kSum>(values);
+  } else if constexpr (kTerms > kSums) {
+    reinterpret_cast<uint4*>(row)[2 * at] = pack_fp32(values);
+    reinterpret_cast<uint4*>(row)[2 * at + 1] = pack_fp32(values + 4);
+  } else {
+    reinterpret_cast<uint2*>(row)[at] = make_uint2(Elements<kSum>::round2(values[0], values[1]),
+                                                   Elements<kSum>::round2(values[2], values[3]));
+  }
+}
+
 // A running sum of one vector of elements. It starts from its first term, not from zero, so that
 // a sum of one term has that term's bits.
 template <EpDtype kDtype>

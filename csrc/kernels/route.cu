@@ -29,10 +29,14 @@ __device__ void count_block(const RouteBlock& block) {
     block.shared.running[bin] = 0;
   }
   __syncthreads();
-  for (int64_t slot = block.first_slot + threadIdx.x; slot < block.end_slot; slot += blockDim.x) {
-    const Slot choice = read_slot(block, slot);
-    if (choice.expert >= 0) {
-      atomicAdd(&block.shared.running[choice.expert], 1);
+  for (int64_t first = block.first_slot; first < block.end_slot; first += block.tile_slots()) {
+    const auto slots = static_cast<int>(min_of(block.tile_slots(), block.end_slot - first));
+    load_tile(block, first, slots);
+    for (int slot = threadIdx.x; slot < slots; slot += kRouteThreads) {
+      const Slot choice = read_slot(block, slot);
+      if (choice.expert >= 0) {
+        atomicAdd(&block.shared.running[choice.expert], 1);
+      }
       if (choice.opens_record) {
         atomicAdd(&block.shared.running[block.num_experts + choice.rank], 1);
       }
@@ -70,6 +74,7 @@ __device__ void push_counts(const RouteBlock& block) {
     int lower = 0;
     int total = 0;
     if (bin < block.num_bins) {
+#pragma unroll 8
       for (int other = 0; other < block.num_channels; ++other) {
         const int count = __ldcg(counts + other * block.num_bins + bin);
         lower += other < block.channel ? count : 0;
@@ -130,7 +135,7 @@ __device__ void number_tile(const RouteBlock& block, int64_t tile_slot, int tile
 #pragma unroll
   for (int i = 0; i < kSlotsPerThread; ++i) {
     const int slot = (warp * kSlotsPerThread + i) * 32 + threadIdx.x % 32;
-    choice[i] = slot < tile_slots ? read_slot(block, tile_slot + slot) : Slot{-1, -1, false};
+    choice[i] = slot < tile_slots ? read_slot(block, slot) : Slot{-1, -1, false};
     index[i] = number_in_warp(warp_counts, choice[i].expert);
     record[i] = number_in_warp(warp_counts,
                                choice[i].opens_record ? block.num_experts + choice[i].rank : -1);
@@ -180,10 +185,12 @@ __device__ void push_records(const RouteBlock& block, int tile_slots) {
 
 __device__ void push_tiles(const RouteBlock& block) {
   RouteBlock tile = block;
-  const int64_t step = static_cast<int64_t>(block.tile_tokens) * block.num_topk;
-  for (int64_t slot = block.first_slot; slot < block.end_slot; slot += step) {
-    const auto slots = static_cast<int>(min_of(step, block.end_slot - slot));
+  for (int64_t slot = block.first_slot; slot < block.end_slot; slot += block.tile_slots()) {
+    const auto slots = static_cast<int>(min_of(block.tile_slots(), block.end_slot - slot));
     tile.tile_token = slot / block.num_topk;
+    if (!block.one_tile()) {
+      load_tile(tile, slot, slots);
+    }
     number_tile(tile, slot, slots);
     push_records(tile, slots);
   }

@@ -15,7 +15,8 @@ constexpr int kTileSlots = kRouteThreads * kSlotsPerThread;
 constexpr int kBadSlotBits = 27;
 constexpr uint64_t kBadSlotMask = (1ull << kBadSlotBits) - 1;
 
-// A slot's choice. `opens_record`: no lower slot of its token goes to the same rank.
+// A slot's choice, from the tile in shared memory. `opens_record`: no lower slot of its token goes
+// to the same rank.
 struct Slot {
   int expert, rank;
   bool opens_record;
@@ -25,6 +26,7 @@ struct Slot {
 struct RouteShared {
   int32_t* running;      // [E + P] counts so far
   int32_t* warp_first;   // [warps][E + P]
+  int32_t* slot_expert;  // [kTileSlots] -1 where nothing is sent
   uint32_t* slot_entry;  // [kTileSlots] local expert and index
   int32_t* slot_rank;    // [kTileSlots]
   int32_t* slot_pair;    // [kTileSlots] record that the slot opens; -1
@@ -48,7 +50,7 @@ __host__ __device__ inline int64_t route_base_words(const EpContext& context) {
 
 inline int64_t route_shared_bytes(const EpContext& context) {
   return 4 * (max_of(route_count_words(context.shape), route_base_words(context)) +
-              3 * int64_t{kTileSlots});
+              4 * int64_t{kTileSlots});
 }
 
 // One block's view of the call.
@@ -76,7 +78,8 @@ struct RouteBlock {
     shared.slot_entry = words;
     shared.slot_rank = reinterpret_cast<int32_t*>(words + kTileSlots);
     shared.slot_pair = reinterpret_cast<int32_t*>(words + 2 * kTileSlots);
-    uint32_t* rest = words + 3 * kTileSlots;
+    shared.slot_expert = reinterpret_cast<int32_t*>(words + 3 * kTileSlots);
+    uint32_t* rest = words + 4 * kTileSlots;
     shared.running = reinterpret_cast<int32_t*>(rest);
     shared.warp_first = shared.running + num_bins;
     shared.row_base = rest;
@@ -86,6 +89,11 @@ struct RouteBlock {
     shared.record_first = reinterpret_cast<int32_t*>(after);
     shared.warp_sums = after + num_ranks + 1;
   }
+
+  // Whether all slots of the block stay in shared memory from the first step to the last.
+  __device__ bool one_tile() const { return end_slot - first_slot <= tile_slots(); }
+  __device__ uint32_t index_mask() const { return (1u << index_bits) - 1; }
+  __device__ int tile_slots() const { return tile_tokens * num_topk; }
 
   template <class T>
   __device__ T* local(int64_t offset) const {
@@ -127,27 +135,51 @@ struct RouteBlock {
   int64_t first_slot, end_slot, tile_token;
 };
 
-// Reads a slot; an id outside [-1, E) is noted and counts as dropped.
-__device__ inline Slot read_slot(const RouteBlock& block, int64_t slot) {
-  const int64_t* topk_idx = block.args.topk_idx;
-  const int64_t expert = topk_idx[slot];
-  if (expert < 0 || expert >= block.num_experts) {
-    if (expert != -1) {
-      LocalControl* control = block.local<LocalControl>(block.context.window.local);
-      const uint64_t note = block.watch->epoch << kBadSlotBits | (kBadSlotMask - slot);
-      atomicMax(reinterpret_cast<unsigned long long*>(&control->bad_slot), note);
-    }
-    return {-1, -1, false};
+// An id outside [-1, E) is noted and counts as dropped.
+__device__ inline void note_bad_slot(const RouteBlock& block, int64_t slot) {
+  LocalControl* control = block.local<LocalControl>(block.context.window.local);
+  const uint64_t note = block.watch->epoch << kBadSlotBits | (kBadSlotMask - slot);
+  atomicMax(reinterpret_cast<unsigned long long*>(&control->bad_slot), note);
+}
+
+// Brings the experts and ranks of a tile's slots into shared memory; loads are in flight together.
+__device__ inline void load_tile(const RouteBlock& block, int64_t tile_slot, int tile_slots) {
+  int64_t expert[kSlotsPerThread];
+  int rank[kSlotsPerThread];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kSlotsPerThread; ++i) {
+    const int slot = i * kRouteThreads + static_cast<int>(threadIdx.x);
+    expert[i] = slot < tile_slots ? __ldg(block.args.topk_idx + tile_slot + slot) : -1;
   }
-  const int rank = __ldg(block.context.expert_rank + expert);
-  bool opens = true;
-  for (int64_t lower = slot / block.num_topk * block.num_topk; lower < slot; ++lower) {
-    const int64_t other = topk_idx[lower];
-    if (other >= 0 && other < block.num_experts) {
-      opens = opens && __ldg(block.context.expert_rank + other) != rank;
+#pragma unroll
+  for (int i = 0; i < kSlotsPerThread; ++i) {
+    const int slot = i * kRouteThreads + static_cast<int>(threadIdx.x);
+    const bool valid = expert[i] >= 0 && expert[i] < block.num_experts;
+    if (!valid && expert[i] != -1) {
+      note_bad_slot(block, tile_slot + slot);
+    }
+    expert[i] = valid ? expert[i] : -1;
+    rank[i] = valid ? __ldg(block.context.expert_rank + expert[i]) : -1;
+  }
+#pragma unroll
+  for (int i = 0; i < kSlotsPerThread; ++i) {
+    const int slot = i * kRouteThreads + static_cast<int>(threadIdx.x);
+    if (slot < tile_slots) {
+      block.shared.slot_expert[slot] = static_cast<int>(expert[i]);
+      block.shared.slot_rank[slot] = rank[i];
     }
   }
-  return {static_cast<int>(expert), rank, opens};
+  __syncthreads();
+}
+
+__device__ __forceinline__ Slot read_slot(const RouteBlock& block, int slot) {
+  const int rank = block.shared.slot_rank[slot];
+  bool opens = rank >= 0;
+  for (int lower = slot / block.num_topk * block.num_topk; lower < slot; ++lower) {
+    opens = opens && block.shared.slot_rank[lower] != rank;
+  }
+  return {block.shared.slot_expert[slot], rank, opens};
 }
 
 // The slot of this rank with a bad id, lowest first; -1 where there is none. After the grid barrier.
@@ -167,7 +199,8 @@ __device__ inline int extra_word(const RouteBlock& block, int word) {
   return word == 1 ? block.args.alignment : (bad_slot(block) >= 0 ? 1 : 0);
 }
 
-// Keeps a slot's index for the push (shared) and for the targets after the exchange (plan).
+// Keeps a slot's index for the push and for the targets after the exchange: in shared memory, and
+// in the plan if other tiles will take its place there.
 __device__ inline void keep_slot(const RouteBlock& block, int64_t tile_slot, int slot, Slot choice,
                                  int copy, int pair) {
   uint32_t entry = ~0u;
@@ -176,11 +209,12 @@ __device__ inline void keep_slot(const RouteBlock& block, int64_t tile_slot, int
     entry = static_cast<uint32_t>(local) << block.index_bits | static_cast<uint32_t>(copy);
   }
   block.shared.slot_entry[slot] = entry;
-  block.shared.slot_rank[slot] = choice.rank;
   block.shared.slot_pair[slot] = pair;
-  block.args.plan.dst_row[tile_slot + slot] = copy;
-  block.args.plan.contributor[tile_slot + slot] =
-      pair < 0 ? kNoContributor : static_cast<uint64_t>(pair);
+  if (!block.one_tile()) {
+    block.args.plan.dst_row[tile_slot + slot] = copy;
+    block.args.plan.contributor[tile_slot + slot] =
+        pair < 0 ? kNoContributor : static_cast<uint64_t>(pair);
+  }
 }
 
 }  // namespace ep

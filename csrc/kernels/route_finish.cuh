@@ -132,15 +132,18 @@ __device__ inline int64_t demand_rows(const RouteBlock& block) {
   return int64_t{local_offset(block, last)} + align_up(copies, alignment);
 }
 
-// The rank to blame for a plan that must not be used; -1 where all agree.
+// The rank to blame for a plan that must not be used; -1 where all agree. One whole warp calls it.
 __device__ inline int refused_rank(const RouteBlock& block) {
-  for (int source = 0; source < block.num_ranks; ++source) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int refused = block.num_ranks;
+  for (int source = lane; source < block.num_ranks; source += 32) {
     const int32_t* extra = block.counts_of(block.context.ep_rank, source) + block.num_bins;
     if (__ldcg(extra + 1) != block.args.alignment || __ldcg(extra + 2) != 0) {
-      return source;
+      refused = min(refused, source);
     }
   }
-  return -1;
+  refused = __reduce_min_sync(~0u, refused);
+  return refused == block.num_ranks ? -1 : refused;
 }
 
 // Tells the host what it needs to allocate; the ticket goes last.
@@ -151,6 +154,10 @@ __device__ inline void fill_mailbox(const RouteBlock& block, int64_t demand) {
     experts[local] = block.args.plan.tokens_per_expert[local];
   }
   __syncthreads();
+  if (threadIdx.x >= 32) {
+    return;
+  }
+  const int refused = refused_rank(block);
   if (threadIdx.x == 0) {
     const int64_t bad = bad_slot(block);
     mailbox->num_rows = min_of(demand, capacity_of(block, demand));
@@ -158,7 +165,7 @@ __device__ inline void fill_mailbox(const RouteBlock& block, int64_t demand) {
     mailbox->num_records = block.shared.record_first[block.num_ranks];
     mailbox->bad_token = bad < 0 ? -1 : bad / block.num_topk;
     mailbox->bad_expert = bad < 0 ? -1 : block.args.topk_idx[bad];
-    mailbox->refused_rank = refused_rank(block);
+    mailbox->refused_rank = refused;
     fence_sys();
     store_release_sys(&mailbox->ticket, block.args.ticket);
   }
@@ -227,27 +234,33 @@ __device__ inline Contribution contribution(const RouteBlock& block, int slot) {
   return {pair < 0 ? -1 : lower, word};
 }
 
+// Brings back what keep_slot has kept of a tile.
+__device__ inline void reload_tile(const RouteBlock& block, int64_t tile_slot, int tile_slots) {
+  load_tile(block, tile_slot, tile_slots);
+  for (int slot = threadIdx.x; slot < tile_slots; slot += blockDim.x) {
+    const uint64_t pair = block.args.plan.contributor[tile_slot + slot];
+    block.shared.slot_entry[slot] =
+        static_cast<uint32_t>(block.args.plan.dst_row[tile_slot + slot]);
+    block.shared.slot_pair[slot] = pair == kNoContributor ? -1 : static_cast<int>(pair);
+  }
+  __syncthreads();
+}
+
 // Gives the slots of a tile their rows: `slot_entry` becomes the row, ~0 where it is dropped.
 __device__ inline void place_tile(const RouteBlock& block, int64_t tile_slot, int tile_slots) {
   const EpPlan& plan = block.args.plan;
   for (int slot = threadIdx.x; slot < tile_slots; slot += blockDim.x) {
-    const int64_t at = tile_slot + slot;
-    const int64_t expert = block.args.topk_idx[at];
-    const bool valid = expert >= 0 && expert < block.num_experts;
+    const int expert = block.shared.slot_expert[slot];
     uint32_t row = ~0u;
-    if (valid) {
-      row = block.shared.row_base[expert] + static_cast<uint32_t>(plan.dst_row[at]);
+    if (expert >= 0) {
+      row = block.shared.row_base[expert] + (block.shared.slot_entry[slot] & block.index_mask());
       if (block.args.capacity_rows >= 0 && int64_t{row} >= block.args.capacity_rows) {
         row = ~0u;
       }
     }
-    const int rank = valid ? __ldg(block.context.expert_rank + expert) : -1;
-    const uint64_t pair = plan.contributor[at];
-    block.shared.slot_rank[slot] = rank;
     block.shared.slot_entry[slot] = row;
-    block.shared.slot_pair[slot] = pair == kNoContributor ? -1 : static_cast<int>(pair);
-    plan.dst_rank[at] = row == ~0u ? -1 : rank;
-    plan.dst_row[at] = static_cast<int32_t>(row);
+    plan.dst_rank[tile_slot + slot] = row == ~0u ? -1 : block.shared.slot_rank[slot];
+    plan.dst_row[tile_slot + slot] = static_cast<int32_t>(row);
   }
   __syncthreads();
 }
@@ -273,9 +286,11 @@ __device__ inline void write_contributors(const RouteBlock& block, int64_t tile_
 }
 
 __device__ inline void place_tiles(const RouteBlock& block) {
-  const int64_t step = static_cast<int64_t>(block.tile_tokens) * block.num_topk;
-  for (int64_t slot = block.first_slot; slot < block.end_slot; slot += step) {
-    const auto slots = static_cast<int>(min_of(step, block.end_slot - slot));
+  for (int64_t slot = block.first_slot; slot < block.end_slot; slot += block.tile_slots()) {
+    const auto slots = static_cast<int>(min_of(block.tile_slots(), block.end_slot - slot));
+    if (!block.one_tile()) {
+      reload_tile(block, slot, slots);
+    }
     place_tile(block, slot, slots);
     write_contributors(block, slot, slots);
   }
@@ -291,8 +306,8 @@ __device__ inline int place_record(const RouteBlock& block, int record, int sour
   for (int i = 0; i < rows; ++i) {
     const uint32_t entry = __ldcg(entries + i);
     const uint32_t local = entry >> block.index_bits;
-    const uint32_t row = block.shared.local_base[local * block.num_ranks + source] +
-                         (entry & ((1u << block.index_bits) - 1));
+    const uint32_t row =
+        block.shared.local_base[local * block.num_ranks + source] + (entry & block.index_mask());
     if (block.args.capacity_rows < 0 || int64_t{row} < block.args.capacity_rows) {
       to[kept++] = static_cast<int32_t>(row);
     }
@@ -322,9 +337,13 @@ __device__ inline void mark_chunks(const RouteBlock& block, int record, int sour
 // Each thread takes a record, or the end of a source's list.
 __device__ inline void place_records(const RouteBlock& block) {
   const int total = block.shared.record_first[block.num_ranks] + block.num_ranks;
-  const int step = static_cast<int>(blockDim.x) * block.num_channels;
-  for (int item = block.channel * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
-       item < total; item += step) {
+  const int idle = block.num_channels > 1 ? 1 : 0;  // block 0 has the mailbox to fill
+  const int threads = static_cast<int>(blockDim.x);
+  if (block.channel < idle) {
+    return;
+  }
+  for (int item = (block.channel - idle) * threads + static_cast<int>(threadIdx.x); item < total;
+       item += threads * (block.num_channels - idle)) {
     int source = 0;  // item = record + sources before it, as each list has one entry more
     while (item >= block.shared.record_first[source + 1] + source + 1) {
       ++source;

@@ -48,7 +48,7 @@ __device__ __forceinline__ uint64_t time_ns() {
   return now;
 }
 
-// --- rows: 16 bytes a thread ---
+// --- values and policies ---
 
 // For data that is touched once: it goes first from the L2.
 __device__ __forceinline__ uint64_t evict_first_policy() {
@@ -57,35 +57,17 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
-__device__ __forceinline__ uint4 load_row_once(const uint4* from, uint64_t policy) {
-  uint4 value;
-  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(from), "l"(policy)
-               : "memory");
+__device__ __forceinline__ uint64_t evict_normal_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// A value that another rank wrote during this kernel: not from the L1.
+__device__ __forceinline__ float load_float(const float* from) {
+  float value;
+  asm volatile("ld.relaxed.sys.global.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
   return value;
-}
-
-__device__ __forceinline__ uint4 load_row(const uint4* from) {
-  uint4 value;
-  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(from)
-               : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void store_row(uint4* to, uint4 value) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y),
-               "r"(value.z), "r"(value.w)
-               : "memory");
-}
-
-__device__ __forceinline__ void store_row_once(uint4* to, uint4 value, uint64_t policy) {
-  asm volatile(
-      "st.global.L1::no_allocate.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to),
-      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "l"(policy)
-      : "memory");
 }
 
 // --- barriers in shared memory ---
@@ -146,6 +128,15 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from_shared, ui
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(from_shared)), "r"(bytes)
                : "memory");
+}
+
+// The same for rows that are not read soon: they go first from the L2.
+__device__ __forceinline__ void bulk_store_once(void* to, const void* from_shared, uint32_t bytes,
+                                                uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to),
+      "r"(shared_address(from_shared)), "r"(bytes), "l"(policy)
+      : "memory");
 }
 
 __device__ __forceinline__ void bulk_commit() {

@@ -13,6 +13,7 @@ namespace ep {
 
 // One per block, in shared memory: when its waits expire, and whether one has.
 struct Watch {
+  const EpContext* context;
   uint64_t deadline_ns;
   uint64_t epoch;
   volatile int aborted;
@@ -25,8 +26,9 @@ struct WaitingFor {
   int channel;
 };
 
-__device__ inline void file_fault(const EpContext& context, WaitingFor who, uint64_t expected,
-                                  uint64_t seen) {
+// Out of line: it is rare, and its registers would be taken from every wait.
+static __device__ __noinline__ void file_fault(const EpContext& context, WaitingFor who,
+                                               uint64_t expected, uint64_t seen) {
   const Peers peers(context);
   LocalControl* local = peers.at<LocalControl>(context.ep_rank, context.window.local);
   if (atomicExch(&local->fault_claimed, 1u) == 0) {
@@ -81,10 +83,19 @@ __device__ inline bool wait_until(const EpContext& context, Watch* watch, const 
   }
 }
 
-// Waits for a phase of a barrier in shared memory; false if the block has to leave.
+// Waits for a phase of a barrier in shared memory, which another warp of this block completes;
+// false if the block has to leave. That warp may wait for a peer, whose fault says more: this wait
+// gives it time to expire first.
 __device__ inline bool mbarrier_wait(Watch* watch, uint64_t* barrier, uint32_t parity) {
-  while (!mbarrier_try(barrier, parity)) {
+  constexpr uint64_t kGraceNs = 500'000'000;
+  constexpr uint32_t kTriesPerCheck = 64;
+  for (uint32_t tries = 1; !mbarrier_try(barrier, parity); ++tries) {
     if (watch->aborted != 0) {
+      return false;
+    }
+    if (tries % kTriesPerCheck == 0 && time_ns() > watch->deadline_ns + kGraceNs) {
+      file_fault(*watch->context, {watch->context->ep_rank, EP_PHASE_BLOCK, -1}, parity, 0);
+      watch->aborted = 1;
       return false;
     }
   }

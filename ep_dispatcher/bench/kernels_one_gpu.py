@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from ep_dispatcher.bench.one_gpu import KernelPlan, OneGpuWorld, WorldShape, load_kernels
 from ep_dispatcher.bench.one_gpu_spec import Round, assert_same_bits, make_round
 from ep_dispatcher.bench.results import ResultLog, summarise_times
+from ep_dispatcher.memory import RING_DEPTH
 from ep_dispatcher.routing import RoutingSpec, make_topk_idx
 
 _SWEEP_BYTES = 256 << 20  # several times the L2
@@ -37,8 +38,7 @@ class Setting:
     num_sms: int
     num_tokens: int = 4096
     ranks: int = 4
-    ring_depth: int = 8
-    duplicate: int = 0
+    ring_depth: int = RING_DEPTH
 
 
 SETTINGS = [
@@ -90,7 +90,13 @@ class Bench:
             "dispatch": (
                 "dispatch",
                 self.world.dispatch_calls(
-                    self.plans, self.work.x, self.work.topk_weights, self.outputs, setting.duplicate
+                    self.plans, self.work.x, self.work.topk_weights, self.outputs
+                ),
+            ),
+            "dispatch_dedup": (
+                "dispatch",
+                self.world.dispatch_calls(
+                    self.plans, self.work.x, self.work.topk_weights, self.outputs, duplicate=1
                 ),
             ),
             "combine": (
@@ -112,14 +118,20 @@ class Bench:
         Raises:
             AssertionError: a bit differs.
         """
-        for phase in self.calls:
+        for phase, (name, _) in self.calls.items():
             self.run(phase)
+            if name == "dispatch":
+                self._check_rows()
+        for rank, out in enumerate(self.out):
+            assert_same_bits("out", out, self.work.out[rank])
+            assert_same_bits("weights_grad", self.grads[rank], self.work.weight_grads[rank])
+
+    def _check_rows(self) -> None:
         for rank, (recv_x, recv_weights) in enumerate(self.outputs):
             assert recv_weights is not None
             assert_same_bits("recv_x", recv_x, self.work.recv_x[rank])
             assert_same_bits("recv_weights", recv_weights, self.work.recv_weights[rank])
-            assert_same_bits("out", self.out[rank], self.work.out[rank])
-            assert_same_bits("weights_grad", self.grads[rank], self.work.weight_grads[rank])
+            recv_x.fill_(float("nan"))
 
     def run(self, phase: str) -> None:
         """Launch one kernel for all ranks."""
@@ -138,7 +150,7 @@ def time_rounds_us(call: Callable[[], None], rounds: int, sweep: Tensor) -> list
         for _ in range(rounds + _WARM_UP)
     ]
     for start, end in events:
-        sweep.fill_(1)
+        sweep.amax()  # reads: a write would leave its own write-back to the kernel
         torch.cuda._sleep(20_000)  # so that the launch is queued before the clock starts
         start.record()
         call()
@@ -159,21 +171,38 @@ def copy_rate_gbps(rounds: int = 10) -> float:
     return 2 * source.numel() / sorted(times)[rounds // 2] / 1e3
 
 
+def fill_rate_gbps(rounds: int = 10) -> float:
+    """Bytes written by a fill: what stores alone can reach in this run."""
+    target = torch.ones(2 << 30, dtype=torch.uint8, device="cuda")
+    sweep = target[:_SWEEP_BYTES]
+
+    def fill() -> None:
+        target.zero_()
+
+    times = time_rounds_us(fill, rounds, sweep)
+    return target.numel() / sorted(times)[rounds // 2] / 1e3
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all settings, print a table, append one line for each phase."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=None, help="JSON lines file to append to")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--only", type=int, default=None, help="number of SMs; default all")
+    parser.add_argument("--ring-depth", type=int, default=RING_DEPTH)
+    parser.add_argument("--kernels", default="ep_kernels", help="module to time")
     options = parser.parse_args(arguments)
+    command = ["python", "-m", "ep_dispatcher.bench.kernels_one_gpu", *(arguments or sys.argv[1:])]
     log = options.out and ResultLog(
-        options.out, ["python", "-m", "ep_dispatcher.bench.kernels_one_gpu", *sys.argv[1:]]
+        options.out, [options.out.name if word == str(options.out) else word for word in command]
     )
-    kernels = load_kernels()
+    kernels = load_kernels(options.kernels)
     ceiling = copy_rate_gbps()
     print(f"device copy {ceiling:.0f} GB/s read plus written")  # noqa: T201
-    for setting in SETTINGS:
-        if options.only in (None, setting.num_sms):
+    print(f"fill {fill_rate_gbps():.0f} GB/s written")  # noqa: T201
+    for plain in SETTINGS:
+        if options.only in (None, plain.num_sms):
+            setting = replace(plain, ring_depth=options.ring_depth)
             _report(setting, kernels, log, options.rounds, ceiling)
     return 0
 
