@@ -66,7 +66,9 @@ fi
 if wants sanitize; then
   step sanitize
   for tool in memcheck racecheck synccheck initcheck; do
-    timeout 100 compute-sanitizer --tool "$tool" --error-exitcode 9 "$PYTHON" -m pytest -q \
+    options=()
+    [[ $tool != synccheck ]] || options=(--num-cuda-barriers 65536)
+    timeout 100 compute-sanitizer --tool "$tool" "${options[@]}" --error-exitcode 9 "$PYTHON" -m pytest -q \
       --timeout 95 -p no:cacheprovider tests/test_kernels.py -k 'equals and 16-2-duplicates' \
       >"$RESULTS/$tool.log" 2>&1
     echo "$tool: rc $? $(tail -1 "$RESULTS/$tool.log")"
