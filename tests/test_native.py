@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from ep_dispatcher import UnavailableError, native
 TOO_OLD = 22809
 
 built = pytest.mark.skipif(
-    not list(Path(native.__file__).parent.glob("_C.*.so")),
+    not Path(native.__file__).with_name("_C" + sysconfig.get_config_var("EXT_SUFFIX")).exists(),
     reason="the native module is not built here (it needs nvcc and the NCCL wheel)",
 )
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to make a stand-in with")
