@@ -28,6 +28,7 @@ from ep_dispatcher.megatron.plugin import (
     swap_dispatchers,
     with_ep_dispatcher,
 )
+from ep_dispatcher.megatron.pool import _Lease
 
 
 def layer_spec(num_experts: int | None = 8) -> ModuleSpec:
@@ -146,3 +147,53 @@ def test_standins_do_nothing_where_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> 
     before = dict(vars(torch.cuda))
     assert not cpu_standins.install()
     assert dict(vars(torch.cuda)) == before
+
+
+class OpenGroup:
+    """Stands for an EPGroup and notes how it was closed."""
+
+    def __init__(self) -> None:
+        """Open."""
+        self.failed: list[bool] = []
+
+    def close(self, *, failed: bool = False) -> None:
+        """As EPGroup.close."""
+        self.failed.append(failed)
+
+
+def hold(plugin: EpPlugin) -> OpenGroup:
+    """A group that the plug-in's pool has open."""
+    group = OpenGroup()
+    plugin.pool._leases[object(), None] = _Lease(group, 1)  # type: ignore[arg-type,index]
+    return group
+
+
+def test_a_failed_rank_does_not_wait_for_the_others_when_it_closes() -> None:
+    """It would, for ranks that are stuck because of it: leaving a `with` by an error says so."""
+    with EpPlugin() as plugin:
+        well = hold(plugin)
+    plugin = EpPlugin()
+    badly = hold(plugin)
+    with pytest.raises(KeyError), plugin:
+        raise KeyError
+    assert (well.failed, badly.failed) == ([False], [True])
+
+
+@pytest.mark.parametrize(("ending", "failed"), [("pass", False), ("raise KeyError", True)])
+def test_groups_close_at_exit_knowing_whether_it_failed(ending: str, failed: bool) -> None:
+    """Also where nobody closed the plug-in: an error that ends the process counts."""
+    script = f"""
+import atexit
+from ep_dispatcher.megatron.options import MegatronOptions
+from ep_dispatcher.megatron.pool import GroupPool, _Lease
+class Group:
+    def close(self, *, failed=False): print("failed", failed)
+pool = GroupPool(MegatronOptions())
+pool._leases[0] = _Lease(Group(), 1)
+atexit.register(pool._close_at_exit)
+{ending}
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert f"failed {failed}" in ran.stdout, ran.stderr

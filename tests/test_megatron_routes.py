@@ -26,6 +26,18 @@ def test_example_of_compact_routes() -> None:
     assert compact_routes(routing_map, 2, check=True).tolist() == [[1, 3], [-1, -1]]
 
 
+def test_router_rows_with_two_and_with_one_expert() -> None:
+    """[.5, .5, 0, 0] and [.5, 0, 0, 0] at K=2: the empty slot is dropped, not sent to an expert."""
+    probs = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.5, 0.0, 0.0, 0.0]], requires_grad=True)
+    topk_idx = compact_routes(probs > 0, 2, check=True)
+    assert topk_idx.tolist() == [[0, 1], [0, -1]]
+    weights = gather_weights(probs, topk_idx, torch.float32)
+    assert weights.tolist() == [[0.5, 0.5], [0.5, 0.0]]
+    (weights * torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum().backward()
+    assert probs.grad is not None
+    assert probs.grad.tolist() == [[1.0, 2.0, 0.0, 0.0], [3.0, 0.0, 0.0, 0.0]]
+
+
 def test_example_of_fold_tensor_ranks() -> None:
     assert fold_tensor_ranks(torch.tensor([[3, -1]]), 2, 2).tolist() == [[5, 7, -1, -1]]
 

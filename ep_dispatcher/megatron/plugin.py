@@ -57,9 +57,13 @@ class EpPlugin:
         """Put the policy identity on a TransformerConfig, or refuse it; see `apply_policy`."""
         apply_policy(config, self.options)
 
-    def close(self) -> None:
-        """Close all groups; the layers cannot be used any more. A second call does nothing."""
-        self.pool.close()
+    def close(self, *, failed: bool = False) -> None:
+        """Close all groups; the layers cannot be used any more. A second call does nothing.
+
+        Args:
+            failed: this rank leaves because of an error, so it must not wait for the others.
+        """
+        self.pool.close(failed=failed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copied spec or model shares the plug-in: process groups cannot be copied."""
@@ -76,7 +80,7 @@ class EpPlugin:
         trace: TracebackType | None,
     ) -> None:
         """Close the groups."""
-        self.close()
+        self.close(failed=error is not None)
 
 
 def with_ep_dispatcher(spec: Spec, plugin: EpPlugin | None = None) -> Spec:

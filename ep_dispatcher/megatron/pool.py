@@ -64,7 +64,7 @@ class GroupPool:
         if key not in self._leases:
             bound = self._token_bound(process_group, num_tokens, device)
             if not self._leases:
-                atexit.register(self.close)
+                atexit.register(self._close_at_exit)
             group = EPGroup.create(process_group, self._options.ep_config(shape, bound))
             self._leases[key] = _Lease(group, 0)
             self._tell(group, shape)
@@ -82,13 +82,21 @@ class GroupPool:
             del self._leases[(process_group, shape)]
             lease.group.close()
 
-    def close(self) -> None:
-        """Close all groups, whoever uses them; a second call does nothing."""
+    def close(self, *, failed: bool = False) -> None:
+        """Close all groups, whoever uses them; a second call does nothing.
+
+        Args:
+            failed: this rank leaves because of an error, so it must not wait for the others.
+        """
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         leases, self._leases = self._leases, {}
         for lease in leases.values():
-            lease.group.close()
+            lease.group.close(failed=failed)
+
+    def _close_at_exit(self) -> None:
+        """Close; the interpreter keeps `last_value` of the error that ended this process."""
+        self.close(failed=getattr(sys, "last_value", None) is not None)
 
     @property
     def num_groups(self) -> int:
