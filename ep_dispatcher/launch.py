@@ -109,8 +109,11 @@ def refuse_other_run(config: TrainConfig, corpus: Corpus) -> None:
     """Refuse, before a rank is started, an output folder that holds another run.
 
     Raises:
+        ConfigError: the folder is a file.
         CheckpointError: names the first setting that differs.
     """
+    if Path(config.train.out_dir).is_file():
+        raise ConfigError(f"{config.train.out_dir} is a file; --out must name a folder")
     folders = finished(Path(config.train.out_dir) / "checkpoints")
     if folders:
         manifest = Manifest.read(folders[-1])
@@ -148,6 +151,7 @@ def run_rank(config: TrainConfig) -> int:
 
 def _start_ranks(config: TrainConfig, words: list[str]) -> int:
     """Start one process a rank on this machine and wait for them; returns the exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -172,6 +176,9 @@ def _start_ranks(config: TrainConfig, words: list[str]) -> int:
         if failure.exitcode != USER_ERROR:
             sys.stderr.write(f"rank {rank} ended with exit code {failure.exitcode}\n")
         return USER_ERROR if failure.exitcode == USER_ERROR else FAILED
+    except SignalException as stop:
+        sys.stderr.write(f"stopped by {stop.sigval.name}; the same command goes on from here\n")
+        return 128 + int(stop.sigval)
     return OK
 
 

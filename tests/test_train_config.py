@@ -69,6 +69,7 @@ def test_layer_configs_have_the_published_shapes(
         ({"model": {"hidden": "64"}}, ["model.hidden", "'64'", "whole number"]),
         ({"train": {"learning_rate": "1e-3"}}, ["train.learning_rate", "0.001"]),
         ({"train": {"steps": 0}}, ["train.steps", "at least 1"]),
+        ({"train": {"learning_rate": float("nan")}}, ["train.learning_rate", "nan", "at least 0"]),
         ({"train": {"dispatcher": "deepep"}}, ["deepep", "ep_dispatcher, alltoall, allgather"]),
         ({"train": {"overlap": True}}, ["train.overlap", "bfloat16"]),
         ({"model": {"num_topk": 9}}, ["num_topk", "9", "8"]),
@@ -152,6 +153,19 @@ def test_wrong_data_ends_before_ranks_start(
     assert len(lines) == 1
     assert str(data) in lines[0]
     assert not (tmp_path / "run").exists()
+
+
+def test_out_that_is_a_file_ends_before_ranks_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line and exit code 2."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "_start_ranks", lambda *_: pytest.fail("ranks were started"))
+    out = tmp_path / "run"
+    out.write_text("")
+    words = ["--config", str(CONFIGS / "tiny_cpu.yaml"), "--out", str(out)]
+    assert launch.rank_main(words) == launch.USER_ERROR
+    assert "is a file; --out must name a folder" in capsys.readouterr().err
 
 
 def test_several_nodes_are_not_started_from_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ep_dispatcher import EpConfig, EPGroup, MoeShape, Topology
+from ep_dispatcher import ConfigError, EpConfig, EPGroup, MoeShape, Topology
 from ep_dispatcher.accounting import plan_traffic
 from ep_dispatcher.testing import make_routing, run_ranks
 from ep_dispatcher.train.config import DataSection
@@ -183,6 +183,16 @@ def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     assert [line.step for line in resumed.kept] == [1, 2]
 
 
+def test_broken_line_of_metrics_is_named(tmp_path: Path) -> None:
+    """A complete line that is not ours: file, line number and a way out."""
+    file = MetricsFile(tmp_path, 0)
+    file.append(metrics_of(1))
+    with file.path.open("a") as text:
+        text.write("{}\n")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2 is no line of metrics.*--out"):
+        read_metrics(file.path)
+
+
 def test_picture_is_drawn_from_one_line_and_from_many(tmp_path: Path) -> None:
     """A PNG comes out, also where steps must be averaged."""
     for count in (1, 500):
@@ -234,4 +244,5 @@ def test_folder_that_is_being_written_is_not_read(checkpoint: tuple[Manifest, Pa
     _, folder = checkpoint
     folder_of(folder.parent, 10).mkdir()
     (folder.parent / "step_00000011.partial").mkdir()
+    (folder.parent / "step_of_something_else").mkdir()
     assert [path.name for path in finished(folder.parent)] == ["step_00000007", "step_00000010"]

@@ -40,6 +40,17 @@ def train(config: TrainConfig, corpus: Corpus, runtime: Runtime) -> Summary:
         EpError: a config or checkpoint that cannot work; the same on all ranks.
     """
     job = build_job(config, runtime)
+    try:
+        summary = _run_steps(config, corpus, runtime, job)
+    except BaseException:
+        job.close(failed=True)
+        raise
+    job.close()
+    return summary
+
+
+def _run_steps(config: TrainConfig, corpus: Corpus, runtime: Runtime, job: Job) -> Summary:
+    """Run the steps that are left."""
     checkpoints = Checkpoints(config, corpus, runtime)
     done = checkpoints.load_latest(job)
     folder = Path(config.train.out_dir)
@@ -54,7 +65,6 @@ def train(config: TrainConfig, corpus: Corpus, runtime: Runtime) -> Summary:
             every = config.train.checkpoint_every
             if every and ((step + 1) % every == 0 or step + 1 == config.train.steps):
                 checkpoints.save(job, step + 1)
-    job.close()
     return progress.summary()
 
 

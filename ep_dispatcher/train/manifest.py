@@ -110,7 +110,9 @@ def finished(root: Path) -> list[Path]:
     """Folders of complete checkpoints, oldest first."""
     if not root.is_dir():
         return []
-    return sorted(path for path in root.glob(f"{_PREFIX}*") if not path.name.endswith(PARTIAL))
+    return sorted(
+        path for path in root.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdecimal()
+    )
 
 
 def _way_out(folder: Path) -> str:

@@ -7,6 +7,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ep_dispatcher.errors import ConfigError
+
 METRICS = "metrics.jsonl"
 TIMES = ("step_s", "tokens_per_s")  # the only fields that differ between two equal runs
 
@@ -65,11 +67,25 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """The lines of a metrics file; none if there is no file. A torn last line is left out."""
+    """The lines of a metrics file; none if there is no file. A torn last line is left out.
+
+    Raises:
+        ConfigError: a line that is no line of metrics; names it.
+    """
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [StepMetrics(**json.loads(line)) for line in lines[:-1]]
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    return [_from_line(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+
+
+def _from_line(line: str, where: str) -> StepMetrics:
+    """Read one line back."""
+    try:
+        return StepMetrics(**json.loads(line))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{where} is no line of metrics ({error}); delete that line, or give another --out"
+        ) from error
 
 
 def _as_line(metrics: StepMetrics) -> str:

@@ -48,10 +48,10 @@ class Job:
     megatron_config: TransformerConfig
     plugin: EpPlugin | None
 
-    def close(self) -> None:
-        """Close the dispatcher's groups."""
+    def close(self, *, failed: bool = False) -> None:
+        """Close the dispatcher's groups; a rank that failed does not wait for the others."""
         if self.plugin is not None:
-            self.plugin.close()
+            self.plugin.close(failed=failed)
 
 
 class ParallelNorm(torch.nn.LayerNorm):

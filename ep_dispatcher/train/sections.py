@@ -95,7 +95,7 @@ def _check_range(where: str, value: Any, metadata: Mapping[str, Any]) -> None:  
     if choices is not None and value not in choices:
         raise ConfigError(f"{where} is {value!r}; it must be one of {', '.join(choices)}")
     low, high = metadata.get("low"), metadata.get("high")
-    too_low = low is not None and value < low
+    too_low = low is not None and not value >= low  # NaN is in no range
     if too_low or (high is not None and value > high):
         allowed = f"at least {low}" if high is None else f"in [{low}, {high}]"
         raise ConfigError(f"{where} is {value}; it must be {allowed}")
