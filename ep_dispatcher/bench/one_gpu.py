@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher.config import DTYPE_BYTES
+from ep_dispatcher.device_session import placement_tables
 from ep_dispatcher.errors import UnavailableError
 from ep_dispatcher.plan import Placement
 
@@ -89,23 +90,6 @@ class KernelPlan:
     def __getitem__(self, name: str) -> Tensor:
         """The tensor of that name."""
         return self.tensors[name]
-
-
-def placement_tables(placement: Placement, device: torch.device) -> dict[str, Tensor]:
-    """What kernels know of a placement: owner, place at the owner, experts by owner, starts."""
-    owner = placement.rank_of
-    order = torch.argsort(owner, stable=True)
-    sizes = torch.bincount(owner, minlength=placement.ep_size)
-    first = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-    local = torch.empty_like(owner)
-    local[order] = torch.arange(len(order)) - first[owner[order]]
-    tables = {
-        "expert_rank": owner,
-        "expert_local": local,
-        "expert_order": order,
-        "owner_first": first,
-    }
-    return {name: table.to(device, torch.int32) for name, table in tables.items()}
 
 
 class OneGpuWorld:
