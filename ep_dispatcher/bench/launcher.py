@@ -192,7 +192,10 @@ class Launch:
             sharing_ranks=self.sharing_ranks,
         )
         processes = _Processes(job, team.local_ranks, address, port)
-        why = processes.watch(self.method.time_limit_s, self.deadline)
+        try:
+            why = processes.watch(self.method.time_limit_s, self.deadline)
+        finally:
+            processes.end()  # also when this process is interrupted
         told = team.gather(_read_results(folder, first, len(self.works), team.local_ranks))
         reasons = [reason for reason in team.gather(why) if reason is not None]
         return self._merge(first, told, reasons)
@@ -264,7 +267,7 @@ class _Processes:
             if time.monotonic() > deadline:
                 why = why or f"took longer than its time limit of {limit_s:.0f} s and was ended"
                 break
-        self._end()
+        self.end()
         return why or (self._describe() if self._bad_rank() is not None else None)
 
     def _start(
@@ -307,7 +310,7 @@ class _Processes:
         tail = f": {' '.join(lines[-1].split())[:300]}" if lines else ""
         return f"rank {self._ranks[position]} died with {how}{tail}"
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """End what still runs; by force, as it may wait inside a library."""
         for process in self._running:
             if process.poll() is None:

@@ -49,11 +49,15 @@ def setting_of(line: Line) -> tuple[object, ...]:
     return tuple(line.get(name) for name in _SETTING)
 
 
-def setting_words(line: Line) -> str:
-    """A setting for people."""
-    words = [f"{line['ranks']} ranks", f"T={line['num_tokens']}", f"H={line['hidden']}"]
+def setting_words(line: Line, axis: str = "") -> str:
+    """A setting for people, without the field that a plot runs over."""
+    words = [f"{line['ranks']} ranks", f"H={line['hidden']}"]
+    if axis != "num_tokens":
+        words.insert(1, f"T={line['num_tokens']}")
     words += [f"K={line['num_topk']}", f"E={line['num_experts']}", str(line["dtype"])]
-    words.append(str(line["routing"]) + (f" {line['skew']:g}" if "skew" in line else ""))
+    words.append(
+        str(line["routing"]) + (f" {line['skew']:g}" if "skew" in line and axis != "skew" else "")
+    )
     if line.get("masked_fraction"):
         words.append(f"{line['masked_fraction']:.0%} masked")
     if line.get("domains", 1) > 1:
@@ -233,7 +237,7 @@ def series(
             if measured is not None:
                 found.setdefault(name, []).append((float(point), measured))
     merged = {name: sorted(set(points)) for name, points in found.items()}
-    return setting_words(chosen[0]), {n: p for n, p in merged.items() if len(p) > 1}
+    return setting_words(chosen[0], axis), {n: p for n, p in merged.items() if len(p) > 1}
 
 
 def median_us(lines: Sequence[Line], variant: tuple[str, int], phase: str) -> float | None:

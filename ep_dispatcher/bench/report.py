@@ -27,7 +27,8 @@ h1 { margin-bottom: 0; } h2 { margin-top: 2.5rem; border-bottom: 2px solid #0b6e
 h3 { margin: 1.6rem 0 .4rem; font-size: 1rem; } .facts, .note, figcaption { color: #5a6774; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }
 th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #e3e7eb; }
-th:first-child, td:first-child { text-align: left; font-weight: 600; white-space: nowrap; }
+td, th { white-space: nowrap; } .words td { white-space: normal; min-width: 9rem; }
+th:first-child, td:first-child { text-align: left; font-weight: 600; }
 .words td, .words th { text-align: left; } tbody tr:hover { background: #f2f7f5; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(32rem, 1fr)); gap: 1rem; }
 figure { margin: 0; } img { width: 100%; }

@@ -21,34 +21,24 @@ def memory_in_use(device: torch.device) -> int:
 
 
 class PeakMemory:
-    """Largest memory since it was made, beyond what was in use then.
+    """Largest memory of torch's allocator on a GPU since it was made, beyond what it held then.
 
-    On a GPU torch's allocator counts it; on a CPU the kernel does, where it can be reset.
+    On a CPU nothing counts it: the heap keeps what rounds before have freed, so a process that
+    grows no more says nothing about what a round takes.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Forget the peak so far."""
         self._device = device
-        self._start = self._counted() if device.type == "cuda" else memory_in_use(device)
-        self._resettable = True
         if device.type == "cuda":
+            self._start = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
-            return
-        try:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        except OSError:
-            self._resettable = False
 
     def read(self) -> int | None:
-        """Bytes; None where the kernel keeps no peak that can be reset."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) - self._start
-        if not self._resettable:
+        """Bytes; None on a CPU."""
+        if self._device.type != "cuda":
             return None
-        return max(_high_water_bytes() - self._start, 0)
-
-    def _counted(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - self._start
 
 
 def count_calls(work: Callable[[], object]) -> dict[str, int]:
@@ -95,11 +85,3 @@ def _cpu_clock() -> dict[str, float] | None:
         return None
     found = [float(line.split(":")[1]) for line in text.splitlines() if line.startswith("cpu MHz")]
     return {"cpu_mhz": round(sum(found) / len(found), 1)} if found else None
-
-
-def _high_water_bytes() -> int:
-    """Peak resident size of this process."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
