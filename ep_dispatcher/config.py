@@ -15,6 +15,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 Tier = Literal["auto", "reference", "device"]
 Precision = Literal["rounded", "exact"]
+Duplicates = Literal["auto", "sender", "receiver"]
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -112,11 +113,15 @@ class Tuning:
         chunk_tokens: tokens that travel under one flag.
         timeout_s: device tier: deadline of every wait; past it EpTimeoutError is raised. The
             reference tier waits as long as its process group was told to.
+        duplicates: device tier: who makes the second and further copies of a token that go to one
+            rank. "sender": every copy crosses the link. "receiver": one does, and the receiver
+            copies it. "auto": the receiver, unless ranks share a GPU, where no link is saved.
     """
 
     num_sms: int = 16
     chunk_tokens: int = 64
     timeout_s: float = 30.0
+    duplicates: Duplicates = "auto"
 
     def __post_init__(self) -> None:
         """Check every field against its range."""
@@ -124,6 +129,10 @@ class Tuning:
         _check_int("chunk_tokens", self.chunk_tokens, 1, 1024)
         if not _is_number(self.timeout_s) or not 0 < self.timeout_s <= 3600:
             raise ConfigError(f"timeout_s is {self.timeout_s!r}; it must be in (0, 3600] seconds")
+        if self.duplicates not in ("auto", "sender", "receiver"):
+            raise ConfigError(
+                f"duplicates is {self.duplicates!r}; it must be 'auto', 'sender' or 'receiver'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

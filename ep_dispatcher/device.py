@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import native
+from ep_dispatcher.agreement import gather_json
 from ep_dispatcher.collectives import Collectives
 from ep_dispatcher.config import EpConfig, Topology
 from ep_dispatcher.device_session import DeviceSession, open_session
@@ -21,6 +22,7 @@ from ep_dispatcher.errors import AgreementError, RoutingError, ShapeError
 from ep_dispatcher.plan import Placement, Plan
 
 DTYPE_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}  # EpDtype
+_DUPLICATE_CODES = {"sender": 0, "receiver": 1}  # EpDuplicate
 _REFUSED_ALIGNMENT = 4095  # no power of two, so no rank can have asked for it
 _WAIT_SLICE_S = 0.05
 _HOST_SLACK_S = 0.5  # the GPU's deadline comes first and says more
@@ -56,12 +58,19 @@ class DeviceBackend:
         config: of the group.
         topology: of the group.
         placement: owner of each expert.
+        duplicates: who makes further copies of a token; equal on all ranks.
     """
 
     def __init__(
-        self, session: DeviceSession, config: EpConfig, topology: Topology, placement: Placement
+        self,
+        session: DeviceSession,
+        config: EpConfig,
+        topology: Topology,
+        placement: Placement,
+        duplicates: str,
     ) -> None:
         """Keep what every call needs."""
+        self._duplicate = _DUPLICATE_CODES[duplicates]
         self._session = session
         self._module = session.module
         self._config = config
@@ -84,7 +93,10 @@ class DeviceBackend:
             UnavailableError: on all ranks alike, if any rank lacks something.
         """
         session = open_session(collectives, config, topology, placement)
-        return cls(session, config, topology, placement)
+        duplicates = config.tuning.duplicates
+        if duplicates == "auto":
+            duplicates = "sender" if _gpus_are_shared(collectives, session.device) else "receiver"
+        return cls(session, config, topology, placement, duplicates)
 
     def plan(self, topk_idx: Tensor | None, alignment: int, refusal: str | None) -> Plan | None:
         """See `Backend.plan`; a refusing rank takes part with an alignment that nobody else has."""
@@ -139,7 +151,7 @@ class DeviceBackend:
         call.x, call.row_bytes = x.data_ptr(), shape.row_bytes
         call.recv_x_offset = outputs.offset_of(recv_x)
         call.recv_weights_offset = outputs.offset_of(recv_weights)
-        call.recv_rows = rows
+        call.recv_rows, call.duplicate = rows, self._duplicate
         self._module.dispatch(call, self._stream())
         return recv_x, recv_weights
 
@@ -278,6 +290,12 @@ class DeviceBackend:
 
     def _stream(self) -> int:
         return torch.cuda.current_stream(self._session.device).cuda_stream
+
+
+def _gpus_are_shared(collectives: Collectives, device: torch.device) -> bool:
+    """Whether two ranks of the group have the same GPU; collective."""
+    told = gather_json(collectives, str(torch.cuda.get_device_properties(device).uuid))
+    return len(set(told)) < len(told)
 
 
 def _aligned(rows: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ def test_config_is_checked(changes: dict[str, Any], says: str) -> None:
         ({"timeout_s": float("nan")}, "timeout_s is nan"),
         ({"timeout_s": "30"}, "timeout_s is '30'; it must be in"),
         ({"timeout_s": True}, "timeout_s is True"),
+        ({"duplicates": "both"}, "duplicates is 'both'; it must be 'auto', 'sender' or"),
     ],
 )
 def test_tuning_is_checked(changes: dict[str, Any], says: str) -> None:
