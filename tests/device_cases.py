@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from ep_dispatcher import (
     RoutingError,
     Tuning,
 )
+from ep_dispatcher.device import DeviceBackend
+from ep_dispatcher.memory import persistent_bytes
 
 PLAN_FIELDS = (
     "counts",
@@ -35,7 +38,7 @@ PLAN_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One world: sizes, routing and mode; the same on all ranks."""
+    """One world: sizes, routing and mode; the same on all ranks. Rank r has tokens[r % len]."""
 
     kind: str = "uniform"
     tokens: tuple[int, ...] = (64, 64, 64, 64)
@@ -49,6 +52,7 @@ class Case:
     num_sms: int = 4
     timeout_s: float = 5.0
     output_bytes: int | None = None
+    duplicates: str = "auto"
     seed: int = 0
 
     def config(self, tier: str) -> EpConfig:
@@ -67,8 +71,16 @@ class Case:
             precision=self.precision,  # type: ignore[arg-type]
             tier=tier,  # type: ignore[arg-type]
             output_bytes=self.output_bytes,
-            tuning=Tuning(num_sms=self.num_sms, timeout_s=self.timeout_s),
+            tuning=Tuning(
+                num_sms=self.num_sms,
+                timeout_s=self.timeout_s,
+                duplicates=self.duplicates,  # type: ignore[arg-type]
+            ),
         )
+
+    def num_tokens(self, rank: int) -> int:
+        """T of a rank."""
+        return self.tokens[rank % len(self.tokens)]
 
     def round(self, number: int) -> Case:
         """The same world with other values."""
@@ -97,7 +109,7 @@ class Ran(NamedTuple):
 def routing(case: Case, rank: int) -> Tensor:
     """[T, K] of one rank."""
     generator = torch.Generator().manual_seed(case.seed * 131 + rank)
-    tokens, slots, experts = case.tokens[rank], case.num_topk, case.num_experts
+    tokens, slots, experts = case.num_tokens(rank), case.num_topk, case.num_experts
     if case.kind == "all_to_one":
         return torch.full((tokens, slots), experts - 1)
     if case.kind == "even":  # all ranks receive equally many rows
@@ -113,9 +125,9 @@ def routing(case: Case, rank: int) -> Tensor:
 def inputs(case: Case, rank: int) -> Inputs:
     """Everything that one rank passes in."""
     generator = torch.Generator().manual_seed(case.seed * 137 + rank)
-    shape = (case.tokens[rank], case.hidden)
+    shape = (case.num_tokens(rank), case.hidden)
     x = torch.randn(shape, generator=generator).to(getattr(torch, case.dtype))
-    weights = torch.rand(case.tokens[rank], case.num_topk, generator=generator)
+    weights = torch.rand(case.num_tokens(rank), case.num_topk, generator=generator)
     return Inputs(routing(case, rank).cuda(), x.cuda(), weights.cuda())
 
 
@@ -283,23 +295,62 @@ def bad_routing(process_group: dist.ProcessGroup, case: Case) -> tuple[str, str,
         return kind, message, differences(run_once(group, given), want)
 
 
-def absent_rank(process_group: dist.ProcessGroup, case: Case) -> tuple[float, int, str, list[str]]:
-    """The last rank plans but never dispatches: the others raise in time and a new group works."""
+class Waited(NamedTuple):
+    """How a rank fared whose group lacked a rank; no phase: it raised nothing."""
+
+    seconds: float
+    peer: int
+    phase: str
+    differ: list[str]  # results of a new group in the same process
+
+
+def missing_rank(
+    process_group: dist.ProcessGroup, case: Case, missed: str, comes_late: bool
+) -> Waited:
+    """The last rank misses a call, or makes it past the deadline; then all make a new group."""
     group = EPGroup.create(process_group, case.config("device"))
     given = inputs(case, group.ep_rank)
     plan = group.plan(given.topk_idx)
+    rows, _ = group.dispatch(plan, given.x)
+    calls: dict[str, Callable[[], object]] = {
+        "plan": lambda: group.plan(given.topk_idx),
+        "dispatch": lambda: group.dispatch(plan, given.x),
+        "combine": lambda: group.combine(plan, rows),
+    }
     torch.cuda.synchronize()
-    start, peer, phase = time.monotonic(), -1, ""
-    seconds = 0.0
-    if group.ep_rank != group.ep_size - 1:
-        group.dispatch(plan, given.x)
+    process_group.barrier().wait()
+    start = time.monotonic()
+    seconds, peer, phase = 0.0, -1, ""
+    is_missing = group.ep_rank == group.ep_size - 1
+    if is_missing and comes_late:
+        time.sleep(case.timeout_s + 0.5)
+    if comes_late or not is_missing:
         try:
+            calls[missed]()
             torch.cuda.synchronize()
             group.plan(given.topk_idx)
         except EpTimeoutError as error:
             seconds, peer, phase = time.monotonic() - start, error.peer, error.phase
     group.close(failed=True)
-    return seconds, peer, phase, rounds_differ(process_group, case)
+    return Waited(seconds, peer, phase, rounds_differ(process_group, case))
+
+
+def memory_of_group(process_group: dist.ProcessGroup, case: Case) -> dict[str, int]:
+    """What an open group holds beside its output rows, and what the formula says."""
+    before = torch.cuda.memory_allocated()
+    with EPGroup.create(process_group, case.config("device")) as group:
+        backend = group._backend
+        assert isinstance(backend, DeviceBackend)
+        session = backend._session
+        tables = [table.nbytes for table in session._tables.values()]
+        arena = session._arena
+        formula = persistent_bytes(group.config, group.topology)
+        return {
+            "from torch": torch.cuda.memory_allocated() - before,
+            "tables as torch rounds them": sum(-(-size // 512) * 512 for size in tables),
+            "held": sum(tables) + arena.heap - arena.base,
+            "formula": formula["total"],
+        }
 
 
 def graph_replays_differ(process_group: dist.ProcessGroup, case: Case, rounds: int) -> list[str]:
@@ -334,21 +385,14 @@ def static_steady_state(process_group: dist.ProcessGroup, case: Case, rounds: in
     """Run static mode where any host synchronisation is an error; returns new segments."""
     with EPGroup.create(process_group, case.config("device")) as group:
         given = inputs(case, group.ep_rank)
-
-        def forward_and_back() -> None:
-            plan = group.plan(given.topk_idx)
-            recv_x, recv_weights = group.dispatch(plan, given.x, given.weights)
-            out = group.combine(plan, recv_x)
-            del out, recv_weights
-
         for _ in range(3):
-            forward_and_back()
+            run_once(group, given)
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["num_device_alloc"]
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in range(rounds):
-                forward_and_back()
+                run_once(group, given)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
