@@ -112,9 +112,11 @@ class DeviceBackend:
             return None
         num_rows = self._config.recv_capacity_rows
         demand_rows: int | Tensor = tensors["totals"][1]
+        segment_rows = None
         if num_rows is None:
             letter = self._wait_for_letter(alignment)
             num_rows, demand_rows = int(letter.num_rows), int(letter.demand_rows)
+            segment_rows = self._segment_rows(alignment)
         slots = topk_idx.shape[1]
         return Plan(
             ep_rank=self._session.context.ep_rank,
@@ -130,6 +132,7 @@ class DeviceBackend:
             expert_offsets=tensors["expert_offsets"],
             num_recv_rows=num_rows,
             demand_rows=demand_rows,
+            segment_rows=segment_rows,
             transport=Routes(pointers, (routing, tensors["words"], tensors["longs"])),
         )
 
@@ -211,6 +214,11 @@ class DeviceBackend:
                 f"than {alignment}, so no rank may go on; its own error says more"
             )
         return letter
+
+    def _segment_rows(self, alignment: int) -> Tensor:
+        """[L] int64, rows of each local expert with padding, from the letter just read."""
+        real = self._mailbox[self._module.MAILBOX_BYTES :].view(torch.int64)
+        return (real + (alignment - 1)) // alignment * alignment
 
     def _answered(self, address: int) -> bool:
         """Wait for the ticket; False once `route` has ended without writing it."""

@@ -191,8 +191,13 @@ def _rank_environment(config: TrainConfig) -> dict[str, str]:
     }
     if Path("/sys/class/net/lo").exists():
         values["GLOO_SOCKET_IFNAME"] = "lo"  # works where the host's name has no address
+    if config.train.device != "cpu":
+        values["CUDA_MODULE_LOADING"] = "EAGER"  # lazily it can wait for a kernel that waits
+    if config.parallel.tensor == 1:
+        values["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # Megatron wants 1 with tensor parallelism
     if config.parallel.ranks_share_gpu:
         values["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # since NCCL 2.30.3; refused without it
+        values["NCCL_MAX_CTAS"] = "16"  # all ranks' blocks must fit on the GPU beside ours
     return values
 
 

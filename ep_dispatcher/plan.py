@@ -117,6 +117,8 @@ class Plan:
             tier works in static mode, as the host does not wait for it); above `num_recv_rows`
             means that rows were dropped, by the same rule on all ranks: those with the highest
             row numbers.
+        segment_rows: [L] int64 on the CPU: `padded_tokens_per_expert` where the host knows it
+            without waiting; None where it does not (static mode of the device tier).
         transport: the backend's own part.
     """
 
@@ -133,6 +135,7 @@ class Plan:
     expert_offsets: Tensor
     num_recv_rows: int
     demand_rows: int | Tensor
+    segment_rows: Tensor | None = None
     transport: object = None
 
     @property
@@ -304,6 +307,7 @@ def build_plan(
         expert_offsets=layout.offsets,
         num_recv_rows=num_rows,
         demand_rows=demand_rows,
+        segment_rows=layout.padded.cpu(),
     )
 
 

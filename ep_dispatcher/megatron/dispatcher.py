@@ -145,10 +145,10 @@ class EpManager(_DispatchManager):  # type: ignore[misc]
     def get_number_of_tokens_per_expert(self) -> Tensor:
         """[L] int64, rows of each local expert, padding included, where the experts read them."""
         assert self._plan is not None, "there are counts between dispatch and combine only"
-        counts = self._plan.padded_tokens_per_expert
-        if compat.counts_on_device(self.config):
-            return counts.to(self._plan.topk_idx.device, non_blocking=True)
-        return counts.cpu()
+        plan = self._plan
+        if compat.counts_on_device(self.config) or plan.segment_rows is None:
+            return plan.padded_tokens_per_expert.to(plan.topk_idx.device, non_blocking=True)
+        return plan.segment_rows
 
     @property
     def is_idle(self) -> bool:
@@ -172,7 +172,7 @@ class EpManager(_DispatchManager):  # type: ignore[misc]
         )
         if shape not in self._groups:
             self._groups[shape] = self._pool.lease(
-                self.group, shape, len(hidden_states), hidden_states.device
+                self.group, shape, len(hidden_states), hidden_states.device, self.config
             )
         return self._groups[shape]
 

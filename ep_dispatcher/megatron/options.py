@@ -32,6 +32,8 @@ class MegatronOptions:
         alignment: rows; each expert's segment is a multiple of it, and of what FP8 or FP4 needs.
         max_tokens_per_rank: largest T of any call, which sizes buffers; None takes the largest of
             the first batch over the ranks (on the CPU there are no buffers and no bound).
+        output_bytes: device tier: memory that received rows are cut from; None counts what the
+            model's layers keep alive (`outputs.output_bytes`).
         virtual_domain_size: split an NVLink domain into smaller ones, for ablations.
         check_values: debug mode; refuses NaN weights and rows with more experts than slots.
         num_sms: SM budget of the communication kernels.
@@ -46,6 +48,7 @@ class MegatronOptions:
     precision: Precision = "rounded"
     alignment: int = 1
     max_tokens_per_rank: int | None = None
+    output_bytes: int | None = None
     virtual_domain_size: int | None = None
     check_values: bool = False
     num_sms: int = Tuning.num_sms
@@ -72,12 +75,21 @@ class MegatronOptions:
             )
         return cls(**values)
 
-    def ep_config(self, shape: MoeShape, max_tokens_per_rank: int) -> EpConfig:
-        """The config of a group for layers of this shape."""
+    def ep_config(
+        self, shape: MoeShape, max_tokens_per_rank: int, output_bytes: int | None = None
+    ) -> EpConfig:
+        """The config of a group for layers of this shape.
+
+        Args:
+            shape: of the layers.
+            max_tokens_per_rank: bound on T.
+            output_bytes: used where the section has none.
+        """
         return EpConfig(
             shape=shape,
             max_tokens_per_rank=max_tokens_per_rank,
             alignment=self.alignment,
+            output_bytes=self.output_bytes or output_bytes,
             virtual_domain_size=self.virtual_domain_size,
             precision=self.precision,
             tier=self.tier,

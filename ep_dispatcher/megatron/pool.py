@@ -6,6 +6,7 @@ import atexit
 import logging
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from ep_dispatcher import EPGroup, MoeShape
 from ep_dispatcher.config import MAX_TOKENS_PER_RANK
 from ep_dispatcher.errors import ClosedError
 from ep_dispatcher.megatron.options import POLICY_BACKEND, POLICY_TYPE, MegatronOptions
+from ep_dispatcher.megatron.outputs import output_bytes
 
 logger = logging.getLogger("ep_dispatcher.megatron")
 
@@ -46,6 +48,7 @@ class GroupPool:
         shape: MoeShape,
         num_tokens: int,
         device: torch.device,
+        model_config: Any = None,  # noqa: ANN401
     ) -> EPGroup:
         """Return the group of a shape, opening it at first; collective where it opens.
 
@@ -54,6 +57,8 @@ class GroupPool:
             shape: of the layer; the part of the key beside the process group.
             num_tokens: T of the call at hand, from which buffers are sized if nobody said more.
             device: where the rows lie.
+            model_config: Megatron's, which tells how many outputs are alive at a time; None for
+                the group's own default.
 
         Raises:
             ClosedError: the pool was closed.
@@ -65,7 +70,11 @@ class GroupPool:
             bound = self._token_bound(process_group, num_tokens, device)
             if not self._leases:
                 atexit.register(self._close_at_exit)
-            group = EPGroup.create(process_group, self._options.ep_config(shape, bound))
+            wanted = None
+            if model_config is not None and device.type != "cpu":
+                wanted = output_bytes(model_config, shape, bound)
+            config = self._options.ep_config(shape, bound, wanted)
+            group = EPGroup.create(process_group, config)
             self._leases[key] = _Lease(group, 0)
             self._tell(group, shape)
         lease = self._leases[key]

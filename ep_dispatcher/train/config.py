@@ -16,7 +16,7 @@ from ep_dispatcher.megatron.options import MegatronOptions
 from ep_dispatcher.train.sections import Section, choice, number, refuse_unknown
 
 VOCABULARY = 256  # the model reads and predicts bytes
-SPEED_ONLY = ("num_sms", "chunk_tokens", "timeout_s")  # of the section ep_dispatcher
+SPEED_ONLY = ("num_sms", "chunk_tokens", "timeout_s", "output_bytes")  # of the section ep_dispatcher
 BOOKKEEPING = ("steps", "out_dir", "log_every", "checkpoint_every", "keep_checkpoints", "device")
 
 

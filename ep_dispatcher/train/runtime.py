@@ -64,7 +64,8 @@ def open_runtime(config: TrainConfig) -> Runtime:
             "(parallel.num_nodes * parallel.ranks_per_node). Start as many, or change the config"
         )
     device = _choose_device(config)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    # Objects and agreements travel by gloo, so that they launch nothing on the GPU.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store, _, _ = next(dist.rendezvous("env://"))
     _agree_on_backend(store, rank, num_ranks, backend)
     if device.type == "cuda":
