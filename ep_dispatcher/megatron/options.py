@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ep_dispatcher.config import EpConfig, MoeShape, Precision, Tier, Tuning
+from ep_dispatcher.config import Duplicates, EpConfig, MoeShape, Precision, Tier, Tuning
 from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.megatron import compat
 
 POLICY_TYPE = "flex"
 POLICY_BACKEND = "hybridep"
-_TUNING = tuple(field.name for field in dataclasses.fields(Tuning))
+_TUNING = ("num_sms", "chunk_tokens", "timeout_s", "duplicates")
 _SMALLEST = MoeShape(hidden=8, num_topk=1, num_experts=1)  # any shape: to check the other fields
 
 
@@ -39,6 +39,7 @@ class MegatronOptions:
         num_sms: SM budget of the communication kernels.
         chunk_tokens: tokens that travel under one flag.
         timeout_s: device tier: deadline of every wait.
+        duplicates: device tier: who makes a token's further copies; see `Tuning`.
 
     Raises:
         ConfigError: a value out of its range.
@@ -54,6 +55,7 @@ class MegatronOptions:
     num_sms: int = Tuning.num_sms
     chunk_tokens: int = Tuning.chunk_tokens
     timeout_s: float = Tuning.timeout_s
+    duplicates: Duplicates = Tuning.duplicates
 
     def __post_init__(self) -> None:
         """Check every field now rather than at the first batch."""

@@ -16,7 +16,8 @@ from ep_dispatcher.megatron.options import MegatronOptions
 from ep_dispatcher.train.sections import Section, choice, number, refuse_unknown
 
 VOCABULARY = 256  # the model reads and predicts bytes
-SPEED_ONLY = ("num_sms", "chunk_tokens", "timeout_s", "output_bytes")  # of the section ep_dispatcher
+# Keys of the section ep_dispatcher that change no result.
+SPEED_ONLY = ("num_sms", "chunk_tokens", "timeout_s", "duplicates", "output_bytes")
 BOOKKEEPING = ("steps", "out_dir", "log_every", "checkpoint_every", "keep_checkpoints", "device")
 
 
