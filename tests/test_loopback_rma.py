@@ -1,0 +1,275 @@
+"""The loopback RMA plugin on host memory: what it delivers, what it promises, what it refuses.
+
+The same code moves GPU memory; only the copies differ (csrc/testing/loopback_rma/gpu.cpp).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from loopback_rma import Plugin, PluginError, Rank, Row, wait_until, world
+
+ROOT = Path(__file__).parents[1]
+REMOTE_ERROR, INVALID_ARGUMENT, INVALID_USAGE = 6, 4, 5
+HALF = 1 << 19  # sources in the lower half of a window, targets in the upper
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build it with")
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Plugin:
+    """Built from source."""
+    path = tmp_path_factory.mktemp("plugin") / "libloopback_rma.so"
+    subprocess.run([ROOT / "scripts/build_loopback_rma.sh", path], check=True)
+    return Plugin(path)
+
+
+@pytest.fixture
+def chaos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late and in any order."""
+    monkeypatch.setenv("LOOPBACK_RMA_REORDER", "1")
+    monkeypatch.setenv("LOOPBACK_RMA_DELAY_US", "2000")
+    monkeypatch.setenv("LOOPBACK_RMA_SEED", "7")
+
+
+@pytest.fixture
+def pair(plugin: Plugin) -> Iterator[list[Rank]]:
+    """Two ranks."""
+    with world(plugin, 2) as ranks:
+        yield ranks
+
+
+def fill(rank: Rank, seed: int) -> bytes:
+    """Give the lower half of a window a content of its own; returns it."""
+    content = random.Random(seed).randbytes(HALF)
+    rank.window[:HALF] = content
+    return content
+
+
+def settle(rank: Rank, requests: list[object]) -> bool:
+    """Wait for requests, each polled until it is done."""
+    return all(wait_until(lambda r=request: rank.is_done(r)) for request in requests)
+
+
+def square(ranks: list[Rank]) -> list[tuple[int, Rank, int]]:
+    """All pairs: number of the sender, the sender, number of the receiver."""
+    return [(me, rank, peer) for me, rank in enumerate(ranks) for peer in range(len(ranks))]
+
+
+@pytest.mark.parametrize("size", [1, 8, 16, 32768, 32769, HALF])
+def test_a_put_moves_its_bytes_and_no_others(pair: list[Rank], size: int) -> None:
+    """Also more than a slot holds, and more than all slots do."""
+    content = fill(pair[0], size)
+    pair[0].put(1, HALF - size, size, HALF)
+    pair[0].signal(1, 3)
+    assert wait_until(lambda: pair[1].signals[3] == 1)
+    assert bytes(pair[1].window[HALF : HALF + size]) == content[HALF - size :]
+    assert not any(pair[1].window[HALF + size :])
+    assert not any(pair[1].window[:HALF])
+
+
+@pytest.mark.usefixtures("chaos")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_strong_signal_comes_after_all_puts_before_it(plugin: Plugin, num_ranks: int) -> None:
+    """Every rank puts to every rank (itself too) in two contexts; a signal finds all in place."""
+    count, size = 24, 512
+    with world(plugin, num_ranks) as ranks:
+        contents = [fill(rank, seed) for seed, rank in enumerate(ranks)]
+        for number in range(count):
+            for me, rank, peer in square(ranks):
+                target = HALF + (me * count + number) * size
+                rank.put(peer, number * size, size, target, number % 2)
+        for me, rank, peer in square(ranks):
+            for context in range(2):
+                rank.signal(peer, 2 * me + context, context=context)
+        for me, _, peer in square(ranks):
+            for context in range(2):
+                signals = ranks[peer].signals
+                assert wait_until(lambda s=signals, n=2 * me + context: s[n] == 1)
+                for number in range(context, count, 2):
+                    start = HALF + (me * count + number) * size
+                    got = bytes(ranks[peer].window[start : start + size])
+                    assert got == contents[me][number * size :][:size]
+
+
+@pytest.mark.usefixtures("chaos")
+def test_a_weak_signal_may_come_before_a_put(pair: list[Rank]) -> None:
+    """Else the test above could not fail: some weak signal overtakes the puts before it."""
+    overtaken = 0
+    for number in range(50):
+        pair[0].window[number] = 1 + number
+        pair[0].put(1, number, 1, HALF + number)
+        pair[0].signal(1, 0, strong=False)
+        assert wait_until(lambda n=number: pair[1].signals[0] == n + 1)
+        overtaken += pair[1].window[HALF + number] != 1 + number
+    assert overtaken
+
+
+@pytest.mark.usefixtures("chaos")
+def test_puts_may_pass_each_other(pair: list[Rank]) -> None:
+    """Of puts to one byte, the last one posted is not always the last to land."""
+    pair[0].window[:100] = bytes(range(100))
+    for number in range(100):
+        pair[0].put(1, number, 1, HALF)
+    pair[0].signal(1, 0)
+    assert wait_until(lambda: pair[1].signals[0] == 1)
+    assert pair[1].window[HALF] != 99
+
+
+@pytest.mark.usefixtures("chaos")
+def test_a_source_is_read_late_but_not_after_its_request(pair: list[Rank]) -> None:
+    """A source changed before its request is done may go out changed; afterwards never."""
+    changed = 0
+    for number in range(50):
+        pair[0].window[0] = 1
+        request = pair[0].put(1, 0, 1, HALF + 2 * number)
+        pair[0].window[0] = 2
+        assert settle(pair[0], [request])
+        pair[0].window[0] = 3
+        pair[0].signal(1, 0)
+        assert wait_until(lambda n=number: pair[1].signals[0] == n + 1)
+        assert pair[1].window[HALF + 2 * number] != 3
+        changed += pair[1].window[HALF + 2 * number] == 2
+    assert changed
+
+
+def test_signals_add_up(pair: list[Rank]) -> None:
+    """A thousand, from both ranks, to the same word."""
+    for _ in range(500):
+        for rank in pair:
+            rank.signal(1, 5)
+    assert wait_until(lambda: pair[1].signals[5] == 1000)
+
+
+@pytest.mark.parametrize("peer", [0, 1])
+def test_get_brings_the_peers_bytes(pair: list[Rank], peer: int) -> None:
+    content = fill(pair[peer], 11)
+    request = pair[0].get(peer, 100, 70000, HALF)
+    assert settle(pair[0], [request])
+    assert bytes(pair[0].window[HALF : HALF + 70000]) == content[100:70100]
+
+
+def test_counters_tell_puts_by_peer_and_size(plugin: Plugin) -> None:
+    with world(plugin, 3) as ranks:
+        for _ in range(4):
+            ranks[0].put(2, 0, 640, HALF)
+        ranks[0].put(2, 0, 64, HALF)
+        ranks[1].put(0, 0, 640, HALF)
+        ranks[1].signal(0, 1)
+        got = plugin.rows()
+    want = [(0, 2, "put", 64, 1), (0, 2, "put", 640, 4), (1, 0, "put", 640, 1)]
+    assert sorted(got) == sorted([Row(*row) for row in want] + [Row(1, 0, "signal", 0, 1)])
+    assert plugin.rows() == []
+
+
+def test_counters_are_written_at_teardown(
+    plugin: Plugin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOOPBACK_RMA_STATS", str(tmp_path))
+    with world(plugin, 2) as ranks:
+        ranks[1].put(0, 0, 48, HALF)
+    lines = [line for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
+    row = {"rank": 1, "num_ranks": 2, "peer": 0, "kind": "put", "bytes": 48, "count": 1}
+    assert [json.loads(line) for line in lines] == [row]
+
+
+@pytest.mark.parametrize(
+    ("source", "size", "target"),
+    [(1 << 20, 1, 0), ((1 << 20) - 8, 16, 0), (0, 16, (1 << 20) - 8), (0, 1, 1 << 40)],
+)
+def test_a_put_outside_a_region_is_refused(
+    pair: list[Rank], source: int, size: int, target: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With the range and the region's size."""
+    with pytest.raises(PluginError) as error:
+        pair[0].put(1, source, size, target)
+    assert error.value.code == INVALID_ARGUMENT
+    assert "lies outside region 0" in (told := capfd.readouterr().err)
+    assert "1048576 bytes" in told
+
+
+def test_a_dropped_put_is_complete_here_and_never_signalled_there(
+    plugin: Plugin, pair: list[Rank]
+) -> None:
+    """As on a network that lost it: what follows in its context waits, other contexts do not."""
+    assert plugin.inject("drop:rank=0:after=1")
+    requests = [pair[0].put(1, 0, 16, HALF) for _ in range(2)]
+    pair[0].signal(1, 0)
+    pair[0].signal(1, 1, context=1)
+    assert settle(pair[0], requests)
+    assert wait_until(lambda: pair[1].signals[1] == 1)
+    assert not wait_until(lambda: pair[1].signals[0] == 1, timeout_s=0.2)
+
+
+def test_a_failed_put_is_told_by_its_request_and_by_query(plugin: Plugin, pair: list[Rank]) -> None:
+    assert plugin.inject("fail:rank=0:peer=1")
+    request = pair[0].put(1, 0, 16, HALF)
+    with pytest.raises(PluginError) as error:
+        pair[0].is_done(request)
+    assert error.value.code == REMOTE_ERROR
+    assert pair[0].has_error()
+    assert not pair[1].has_error()
+
+
+def test_a_stall_ends_when_it_was_told_to(plugin: Plugin, pair: list[Rank]) -> None:
+    """Nothing moves before; all of it afterwards."""
+    assert plugin.inject("stall:rank=0:ms=300")
+    pair[0].put(1, 0, 16, HALF)
+    pair[0].signal(1, 0)
+    assert not wait_until(lambda: pair[1].signals[0] == 1, timeout_s=0.15)
+    assert wait_until(lambda: pair[1].signals[0] == 1)
+
+
+def test_a_stall_for_ever_does_not_keep_a_rank_from_closing(plugin: Plugin) -> None:
+    with world(plugin, 2) as ranks:
+        assert plugin.inject("stall:rank=0")
+        ranks[0].put(1, 0, 16, HALF)
+        ranks[1].put(0, 0, 16, HALF)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("LOOPBACK_RMA_SLOTS", "0", "[1, 4096]"),
+        ("LOOPBACK_RMA_SEED", "x", "whole number"),
+        ("LOOPBACK_RMA_FAULT", "lose:rank=1", "drop, fail and stall"),
+        ("LOOPBACK_RMA_FAULT", "drop:rang=1", "rank, peer, after, count and ms"),
+    ],
+)
+def test_a_malformed_setting_is_refused_with_what_is_allowed(
+    plugin: Plugin,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+    value: str,
+    told: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv(name, value)
+    with pytest.raises(PluginError) as error:
+        Rank(plugin, 1)
+    assert error.value.code == INVALID_USAGE
+    assert told in capfd.readouterr().err
+
+
+def test_a_folder_without_room_names_what_is_needed(
+    plugin: Plugin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOOPBACK_RMA_SLOTS", "4096")
+    monkeypatch.setenv("LOOPBACK_RMA_SLOT_BYTES", str(1 << 26))
+    rank = Rank(plugin, 1)
+    with pytest.raises(PluginError):
+        rank.connect([rank.handle], 0)
+    assert "LOOPBACK_RMA_FOLDER" in capfd.readouterr().err
+
+
+def test_nothing_is_left_in_shared_memory(plugin: Plugin, pair: list[Rank]) -> None:
+    """Not even while ranks are connected, so that a killed process leaves nothing behind."""
+    assert plugin.rows() == []
+    assert len(pair) == 2
+    assert not list(Path("/dev/shm").glob("loopback-rma-*"))
