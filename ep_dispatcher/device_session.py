@@ -32,6 +32,8 @@ PHASES = (
     "combine: free slot",
     "combine: partial sums",
     "another warp of the same block",
+    "combine: entry (gather)",
+    "combine: readers (gather)",
 )
 
 

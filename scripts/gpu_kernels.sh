@@ -54,7 +54,7 @@ if wants example; then
   gcc -std=c11 -Wall -Wextra -O2 -Icsrc -I"$(dirname "$(command -v nvcc)")/../include" \
     -c csrc/examples/table_peers.c -o "$BUILD/table_peers.o" &&
     nvcc "${FLAGS[@]}" -o "$BUILD/table_peers" "$BUILD/table_peers.o" \
-      "$BUILD"/ep_kernels-{route,dispatch,combine}.cu.o "$BUILD/ep_kernels-ep_dispatcher.cpp.o" &&
+      "$BUILD"/ep_kernels-{route,dispatch,combine,combine_gather}.cu.o "$BUILD/ep_kernels-ep_dispatcher.cpp.o" &&
     timeout 60 "$BUILD/table_peers"
 fi
 if wants test; then

@@ -64,13 +64,25 @@ def check_rows(work: Round, outputs: Sequence[tuple[Tensor, Tensor | None]]) -> 
         assert_same_bits(f"rank {rank} recv_weights", recv_weights, work.recv_weights[rank])
 
 
+FORMS = ("push", "gather")
+
+
 def combine(
-    world: OneGpuWorld, work: Round, plans: Sequence[KernelPlan], *, streams: bool = False
+    world: OneGpuWorld,
+    work: Round,
+    plans: Sequence[KernelPlan],
+    *,
+    streams: bool = False,
+    form: str = "push",
+    shift_bytes: int = 512,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Run the combine kernel into poisoned rows."""
+    """Run a combine kernel into poisoned rows, from rows that start elsewhere on every rank."""
     out = [torch.full_like(rows, float("nan")) for rows in work.x]
     grads = [torch.full_like(weights, float("nan")) for weights in work.topk_weights]
-    calls = world.combine_calls(plans, work.expert_out, out, work.row_grads, grads)
+    rows, row_grads = work.expert_out, work.row_grads
+    if form == "gather":
+        rows, row_grads = world.place_rows(rows, row_grads, shift_bytes=shift_bytes)
+    calls = world.combine_calls(plans, rows, out, row_grads, grads, form)
     world.launch("combine", calls, streams=streams)
     return out, grads
 
@@ -83,12 +95,13 @@ def check_sums(work: Round, result: tuple[list[Tensor], list[Tensor]]) -> None:
 
 
 def check_round(world: OneGpuWorld, work: Round, *, streams: bool = False) -> None:
-    """Plan, dispatch in both ways, combine; each compared bit for bit."""
+    """Plan, dispatch and combine in both ways; each compared bit for bit."""
     plans = route(world, work, streams=streams)
     check_plans(world, work, plans)
     for duplicate in (0, 1):
         check_rows(work, dispatch(world, work, plans, streams=streams, duplicate=duplicate))
-    check_sums(work, combine(world, work, plans, streams=streams))
+    for form in FORMS:
+        check_sums(work, combine(world, work, plans, streams=streams, form=form))
 
 
 def uniform(tokens: int, num_topk: int, num_experts: int, generator: torch.Generator) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_world import (
+    FORMS,
     check_plans,
     check_round,
     check_rows,
@@ -101,28 +102,31 @@ def test_rows_past_the_capacity_are_dropped_on_both_sides(capacity_rows: int) ->
         check_round(world, work)
 
 
-def test_a_sum_of_one_term_keeps_its_bits_and_of_none_is_plus_zero() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sum_of_one_term_keeps_its_bits_and_of_none_is_plus_zero(form: str) -> None:
     world = new_world(dtype=torch.float16, num_topk=2)
     routing = [torch.full((20, 2), -1) for _ in range(4)]
     routing[1][3, 0] = 7
     work = make_round(world, routing)
-    work.expert_out[1].fill_(-0.0)
     plans = route(world, work)
-    out, _ = combine(world, work, plans)
-    bits = out[1].view(torch.int16)
-    assert bits[3].tolist() == [-32768] * world.shape.hidden
-    bits[3] = 0
-    assert not bits.any()
+    for term in (-32768, 0x7C01):  # -0, and a NaN whose payload arithmetic would change
+        work.expert_out[1].view(torch.int16).fill_(term)
+        out, _ = combine(world, work, plans, form=form)
+        bits = out[1].view(torch.int16)
+        assert bits[3].tolist() == [term] * world.shape.hidden
+        bits[3] = 0
+        assert not bits.any()
 
 
-def test_sums_follow_the_specified_order() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_sums_follow_the_specified_order(form: str) -> None:
     """2^24, 1, -2^24 sum to 0 or 1 depending on the order."""
     world = new_world(ep_size=1, num_experts=3, num_topk=3, dtype=torch.float32, hidden=8)
     routing = [torch.tensor([[2, 0, 1], [0, 1, 2]])]
     work = make_round(world, routing)
     for expert, value in enumerate([2.0**24, 1.0, -(2.0**24)]):
         work.expert_out[0][2 * expert : 2 * expert + 2] = value
-    out, _ = combine(world, work, route(world, work))
+    out, _ = combine(world, work, route(world, work), form=form)
     assert out[0].tolist() == [[0.0] * 8] * 2
 
 
@@ -133,8 +137,9 @@ def test_plans_may_be_used_in_any_order_and_any_number_of_times() -> None:
     work = {0: first, 1: second}
     for at in (0, 1, 0, 0, 1):
         check_rows(work[at], dispatch(world, work[at], plans[at]))
-    for at in (1, 1, 0, 1, 0):
-        check_sums(work[at], combine(world, work[at], plans[at]))
+    for at, form in enumerate(FORMS * 4):
+        one = at * 5 // 3 % 2
+        check_sums(work[one], combine(world, work[one], plans[one], form=form))
     check_rows(first, dispatch(world, first, plans[0]))
 
 
@@ -146,7 +151,7 @@ def test_a_thousand_epochs_with_changing_routing() -> None:
         work = works[epoch * 7 % len(works)]
         plans = route(world, work)
         rows = dispatch(world, work, plans, shift_bytes=16 * (epoch % 5))
-        sums = combine(world, work, plans)
+        sums = combine(world, work, plans, form=FORMS[epoch // 3 % 2])
         if epoch % 10 == 9:
             check_plans(world, work, plans)
         check_rows(work, rows)
@@ -162,7 +167,8 @@ def test_one_launch_for_each_rank_gives_the_same() -> None:
         check_round(world, new_round(world, seed=seed), streams=True)
 
 
-def test_static_mode_replays_as_a_graph_with_changing_routing() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_static_mode_replays_as_a_graph_with_changing_routing(form: str) -> None:
     world = new_world()
     options = {"alignment": 16, "capacity_rows": 900}
     works = [new_round(world, "duplicates", seed=seed, **options) for seed in range(4)]
@@ -172,18 +178,23 @@ def test_static_mode_replays_as_a_graph_with_changing_routing() -> None:
     outputs = world.new_outputs(held.rows, weights=True)
     out = [torch.empty_like(rows) for rows in held.x]
     grads = [torch.empty_like(weights) for weights in held.topk_weights]
+    expert_out, row_grads = world.place_rows(held.expert_out, held.row_grads)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         world.launch("route", world.route_calls(plans, held.topk_idx, 16, 900))
         world.launch("dispatch", world.dispatch_calls(plans, held.x, held.topk_weights, outputs))
         world.launch(
             "combine",
-            world.combine_calls(plans, held.expert_out, out, held.row_grads, grads),
+            world.combine_calls(plans, expert_out, out, row_grads, grads, form),
         )
     for work in works * 25:
-        for name in ("topk_idx", "topk_weights", "x", "expert_out", "row_grads"):
+        for name in ("topk_idx", "topk_weights", "x"):
             for to, source in zip(getattr(held, name), getattr(work, name), strict=True):
                 to.copy_(source)
+        for to, source in zip(
+            expert_out + row_grads, work.expert_out + work.row_grads, strict=True
+        ):
+            to.copy_(source)
         graph.replay()
         check_plans(world, work, plans)
         check_rows(work, outputs)
@@ -207,9 +218,11 @@ def test_rows_past_two_to_the_31_elements() -> None:
     outputs = world.new_outputs([rows], weights=True)
     world.launch("dispatch", world.dispatch_calls(plans, x, weights, outputs))
     assert torch.equal(outputs[0][0], x[0])
-    out = [torch.full_like(x[0], float("nan"))]
-    world.launch("combine", world.combine_calls(plans, [outputs[0][0]], out))
-    assert torch.equal(out[0], x[0])
+    for form in FORMS:
+        out = [torch.full_like(x[0], float("nan"))]
+        calls = world.combine_calls(plans, [outputs[0][0]], out, form=form)
+        world.launch("combine", calls)
+        assert torch.equal(out[0], x[0])
 
 
 def test_bad_experts_and_unequal_alignments_are_named() -> None:

@@ -141,6 +141,15 @@ void check_call(Checker* check, const EpCombineArgs& args) {
   check_plan(check, args.context, args.plan);
   check->pointer("expert_out", args.expert_out, false, kRowAlignment);
   check->pointer("out", args.out, args.plan.num_tokens > 0, kRowAlignment);
+  check->range("form", args.form, EP_COMBINE_PUSH, EP_COMBINE_GATHER);
+  if (args.form == EP_COMBINE_GATHER) {
+    check->range("expert_out_offset", args.expert_out_offset, 0, kMaxBytes);
+    check->multiple("expert_out_offset", args.expert_out_offset, kRowAlignment);
+    check->range("row_weights_grad_offset", args.row_weights_grad_offset, -1, kMaxBytes);
+    if (args.row_weights_grad_offset >= 0) {
+      check->multiple("row_weights_grad_offset", args.row_weights_grad_offset, 4);
+    }
+  }
   check->range("dtype", args.dtype, EP_BFLOAT16, EP_FLOAT32);
   check->range("exact", args.exact, 0, 1);
   const int element_bytes = args.dtype == EP_FLOAT32 ? 4 : 2;
@@ -176,6 +185,12 @@ EpStatus run(const Args* ranks, int num_ranks, void* stream,
     return EP_LAUNCH_FAILED;
   }
   return EP_OK;
+}
+
+// Combine in the form that the first rank names; all name the same.
+EpStatus run_combine(const EpCombineArgs* ranks, int num_ranks, void* stream) {
+  const bool gather = ranks != nullptr && ranks[0].form == EP_COMBINE_GATHER;
+  return run(ranks, num_ranks, stream, gather ? &launch_gather : &launch_combine);
 }
 
 }  // namespace
@@ -216,7 +231,7 @@ EpStatus ep_dispatch(const EpDispatchArgs* args, void* stream) {
 }
 
 EpStatus ep_combine(const EpCombineArgs* args, void* stream) {
-  return ep::run(args, 1, stream, &ep::launch_combine);
+  return ep::run_combine(args, 1, stream);
 }
 
 EpStatus ep_route_world(const EpRouteArgs* ranks, int32_t num_ranks, void* stream) {
@@ -228,7 +243,7 @@ EpStatus ep_dispatch_world(const EpDispatchArgs* ranks, int32_t num_ranks, void*
 }
 
 EpStatus ep_combine_world(const EpCombineArgs* ranks, int32_t num_ranks, void* stream) {
-  return ep::run(ranks, num_ranks, stream, &ep::launch_combine);
+  return ep::run_combine(ranks, num_ranks, stream);
 }
 
 }  // extern "C"

@@ -53,7 +53,9 @@ typedef enum EpPhase {
   EP_PHASE_COMBINE_READY = 5,   /* a peer's entry into combine */
   EP_PHASE_COMBINE_CREDIT = 6,  /* a free slot in a home rank's ring */
   EP_PHASE_COMBINE_PARTIAL = 7, /* an expert rank's partial row */
-  EP_PHASE_BLOCK = 8            /* another warp of the same block */
+  EP_PHASE_BLOCK = 8,           /* another warp of the same block */
+  EP_PHASE_GATHER_READY = 9,    /* combine, gather: a peer's entry */
+  EP_PHASE_GATHER_DONE = 10     /* combine, gather: a peer that still reads our rows */
 } EpPhase;
 
 /* How dispatch makes a token's second and further copies on one rank. */
@@ -61,6 +63,12 @@ typedef enum EpDuplicate {
   EP_DUPLICATE_BY_SENDER = 0,  /* every copy crosses the link */
   EP_DUPLICATE_BY_RECEIVER = 1 /* one copy crosses the link, the receiver makes the others */
 } EpDuplicate;
+
+/* How combine brings rows home. Both give the same bits. */
+typedef enum EpCombineForm {
+  EP_COMBINE_PUSH = 0,  /* one sum for each pair of token and rank crosses the link */
+  EP_COMBINE_GATHER = 1 /* each row does, read by its home; rows must lie in the window */
+} EpCombineForm;
 
 /* What decides the layout of a window; equal on all ranks. */
 typedef struct EpWindowShape {
@@ -85,6 +93,8 @@ typedef struct EpWindowLayout {
   int64_t dispatch_ready; /* EpReady [P]: peer p has entered dispatch, its rows start there */
   int64_t rows_done;      /* u64 [P][C][EP_SEND_WARPS] progress of source p, channel c */
   int64_t combine_ready;  /* u64 [P] epoch: peer p has entered combine */
+  int64_t gather_ready;   /* EpReady [P]: peer p's expert rows are complete and start there */
+  int64_t gather_done;    /* u64 [P][C] epoch: channel c of peer p has read our rows */
   int64_t partial_full;   /* u64 [C][P][D] of the home rank, written by the expert rank */
   int64_t partial_free;   /* u64 [C][P][D] of the expert rank, written by the home rank */
   int64_t block_counts;   /* i32 [C][E + P], this rank's own */
@@ -189,13 +199,19 @@ typedef struct EpDispatchArgs {
 typedef struct EpCombineArgs {
   EpContext context;
   EpPlan plan;
-  const void* expert_out;        /* [R, hidden]; 16-byte aligned */
+  const void* expert_out;        /* [R, hidden]; 16-byte aligned. Form push */
   void* out;                     /* [T, hidden]; 16-byte aligned */
-  const float* row_weights_grad; /* [R]; NULL on all ranks, or where R is 0 */
+  const float* row_weights_grad; /* [R]; NULL on all ranks, or where R is 0. Form push */
   float* weights_grad;           /* [T, K]; NULL on all ranks, or where T is 0 */
   int64_t hidden;                /* elements */
   int32_t dtype;                 /* EpDtype */
   int32_t exact;                 /* 1: partial sums of ranks travel in fp32; 0: in dtype */
+  int32_t form;                  /* EpCombineForm, equal on all ranks */
+  int32_t reserved;
+  /* Form gather: the same rows and gradients by their place in this rank's window. They may be
+   * written again by work that the stream runs after this call. */
+  int64_t expert_out_offset;       /* 16-byte aligned */
+  int64_t row_weights_grad_offset; /* 4-byte aligned; -1 on all ranks for none */
 } EpCombineArgs;
 
 /* The message of this thread's last failed call; "" before any. */

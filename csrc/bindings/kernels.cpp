@@ -184,7 +184,10 @@ void bind_calls(py::module_& module) {
   pointer(combine, "weights_grad", &EpCombineArgs::weights_grad);
   combine.def_readwrite("hidden", &EpCombineArgs::hidden)
       .def_readwrite("dtype", &EpCombineArgs::dtype)
-      .def_readwrite("exact", &EpCombineArgs::exact);
+      .def_readwrite("exact", &EpCombineArgs::exact)
+      .def_readwrite("form", &EpCombineArgs::form)
+      .def_readwrite("expert_out_offset", &EpCombineArgs::expert_out_offset)
+      .def_readwrite("row_weights_grad_offset", &EpCombineArgs::row_weights_grad_offset);
   bind_call<EpRouteArgs>(module, "route", &ep_route, &ep_route_world);
   bind_call<EpDispatchArgs>(module, "dispatch", &ep_dispatch, &ep_dispatch_world);
   bind_call<EpCombineArgs>(module, "combine", &ep_combine, &ep_combine_world);

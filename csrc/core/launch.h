@@ -11,5 +11,6 @@ namespace ep {
 cudaError_t launch_route(const EpRouteArgs* ranks, int num_ranks, cudaStream_t stream);
 cudaError_t launch_dispatch(const EpDispatchArgs* ranks, int num_ranks, cudaStream_t stream);
 cudaError_t launch_combine(const EpCombineArgs* ranks, int num_ranks, cudaStream_t stream);
+cudaError_t launch_gather(const EpCombineArgs* ranks, int num_ranks, cudaStream_t stream);
 
 }  // namespace ep

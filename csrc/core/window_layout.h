@@ -34,6 +34,8 @@ constexpr EpWindowLayout make_window_layout(const EpWindowShape& shape) {
   layout.dispatch_ready = place(static_cast<int64_t>(sizeof(EpReady)) * ranks);
   layout.rows_done = place(8 * ranks * channels * EP_SEND_WARPS);
   layout.combine_ready = place(8 * ranks);
+  layout.gather_ready = place(static_cast<int64_t>(sizeof(EpReady)) * ranks);
+  layout.gather_done = place(8 * ranks * channels);
   layout.partial_full = place(8 * slots);
   layout.partial_free = place(8 * slots);
   layout.block_counts = place(4 * channels * (shape.num_experts + ranks));

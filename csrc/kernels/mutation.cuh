@@ -19,6 +19,9 @@ enum class Mutation : int32_t {
   kCombineSkipPartial = 22,  // combine O2
   kCombineSkipCredit = 23,   // combine O3
   kCombineSkipEntry = 24,    // combine O4
+  kGatherSkipEntry = 31,     // combine by gathering G1
+  kGatherSkipDone = 32,      // combine by gathering G3
+  kGatherDoneFirst = 33,     // combine by gathering G2
 };
 
 __device__ __forceinline__ bool mutated([[maybe_unused]] const EpContext& context,

@@ -70,6 +70,13 @@ __device__ __forceinline__ float load_float(const float* from) {
   return value;
 }
 
+// A vector that is not read soon: it goes first from the caches.
+__device__ __forceinline__ void store_once(uint4* to, const uint4& value) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
 // --- barriers in shared memory ---
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {

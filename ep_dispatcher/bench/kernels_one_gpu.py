@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,18 @@ SETTINGS = [
     *(Setting(hidden=2880, num_topk=4, num_experts=128, num_sms=sms) for sms in (8, 16, 32)),
     *(Setting(hidden=4096, num_topk=2, num_experts=8, num_sms=sms) for sms in (8, 16, 32)),
 ]
+
+
+# Forward and backward of the pair; the experts' time is not in it.
+PAIRS = {
+    "pair": ("dispatch", "combine", "combine_backward", "dispatch_backward"),
+    "pair_gather": (
+        "dispatch",
+        "combine_gather",
+        "combine_backward",
+        "dispatch_backward_gather",
+    ),
+}
 
 
 class Bench:
@@ -85,6 +98,7 @@ class Bench:
         self.outputs = self.world.new_outputs(self.work.rows, weights=True)
         self.out = [torch.full_like(rows, float("nan")) for rows in self.work.x]
         self.grads = [torch.full_like(w, float("nan")) for w in self.work.topk_weights]
+        self.placed = self.world.place_rows(self.work.expert_out, self.work.row_grads)
         self.calls = {
             "plan": ("route", self.world.route_calls(self.plans, self.work.topk_idx)),
             "dispatch": (
@@ -99,18 +113,27 @@ class Bench:
                     self.plans, self.work.x, self.work.topk_weights, self.outputs, duplicate=1
                 ),
             ),
-            "combine": (
-                "combine",
-                self.world.combine_calls(self.plans, self.work.expert_out, self.out),
-            ),
-            "dispatch_backward": (
-                "combine",
-                self.world.combine_calls(
-                    self.plans, self.work.expert_out, self.out, self.work.row_grads, self.grads
+            "combine_backward": (
+                "dispatch",
+                self.world.dispatch_calls(
+                    self.plans, self.work.x, None, [(rows, None) for rows, _ in self.outputs]
                 ),
             ),
-        }
+        } | self._combine_calls()
         self._sweep = torch.empty(_SWEEP_BYTES, dtype=torch.uint8, device=self.world.device)
+
+    def _combine_calls(self) -> dict[str, tuple[str, list[Any]]]:
+        """Combine, forward and as dispatch's backward, in both forms."""
+        expert_out, row_grads = self.placed
+        calls = {}
+        for form, suffix in (("push", ""), ("gather", "_gather")):
+            calls["combine" + suffix] = self.world.combine_calls(
+                self.plans, expert_out, self.out, form=form
+            )
+            calls["dispatch_backward" + suffix] = self.world.combine_calls(
+                self.plans, expert_out, self.out, row_grads, self.grads, form
+            )
+        return {phase: ("combine", of_ranks) for phase, of_ranks in calls.items()}
 
     def check(self) -> None:
         """Compare one round with the specification.
@@ -122,9 +145,16 @@ class Bench:
             self.run(phase)
             if name == "dispatch":
                 self._check_rows()
+            if name == "combine":
+                self._check_sums(grads=phase.startswith("dispatch_backward"))
+
+    def _check_sums(self, *, grads: bool) -> None:
         for rank, out in enumerate(self.out):
             assert_same_bits("out", out, self.work.out[rank])
-            assert_same_bits("weights_grad", self.grads[rank], self.work.weight_grads[rank])
+            out.fill_(float("nan"))
+            if grads:
+                assert_same_bits("weights_grad", self.grads[rank], self.work.weight_grads[rank])
+                self.grads[rank].fill_(float("nan"))
 
     def _check_rows(self) -> None:
         for rank, (recv_x, recv_weights) in enumerate(self.outputs):
@@ -138,9 +168,14 @@ class Bench:
         name, calls = self.calls[phase]
         self.world.launch(name, calls)
 
-    def time_us(self, phase: str, rounds: int) -> list[float]:
-        """Times of one kernel, each with a cold L2."""
-        return time_rounds_us(lambda: self.run(phase), rounds, self._sweep)
+    def run_all(self, phases: Sequence[str]) -> None:
+        """Launch kernels one after another, each for all ranks."""
+        for phase in phases:
+            self.run(phase)
+
+    def time_us(self, phases: Sequence[str], rounds: int) -> list[float]:
+        """Times of kernels in a row, each round with a cold L2 before the first."""
+        return time_rounds_us(lambda: self.run_all(phases), rounds, self._sweep)
 
 
 def time_rounds_us(call: Callable[[], None], rounds: int, sweep: Tensor) -> list[float]:
@@ -189,6 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=None, help="JSON lines file to append to")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--only", type=int, default=None, help="number of SMs; default all")
+    parser.add_argument("--hidden", type=int, default=None, help="elements of a row; default all")
+    parser.add_argument("--phases", nargs="*", default=None, help="what to time; default all")
     parser.add_argument("--ring-depth", type=int, default=RING_DEPTH)
     parser.add_argument("--kernels", default="ep_kernels", help="module to time")
     options = parser.parse_args(arguments)
@@ -201,23 +238,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"device copy {ceiling:.0f} GB/s read plus written")  # noqa: T201
     print(f"fill {fill_rate_gbps():.0f} GB/s written")  # noqa: T201
     for plain in SETTINGS:
-        if options.only in (None, plain.num_sms):
-            setting = replace(plain, ring_depth=options.ring_depth)
-            _report(setting, kernels, log, options.rounds, ceiling)
+        if options.only in (None, plain.num_sms) and options.hidden in (None, plain.hidden):
+            bench = Bench(replace(plain, ring_depth=options.ring_depth), kernels)
+            _report(bench, log, options, ceiling)
+            del bench
+            torch.cuda.empty_cache()
     return 0
 
 
 def _report(
-    setting: Setting, kernels: object, log: ResultLog | None, rounds: int, ceiling: float
+    bench: Bench, log: ResultLog | None, options: argparse.Namespace, ceiling: float
 ) -> None:
-    bench = Bench(setting, kernels)
     bench.check()
+    setting = bench.setting
     copies = setting.num_tokens * setting.num_topk
     row_bytes = 2 * setting.hidden
     cells = []
-    for phase in bench.calls:
-        times = summarise_times(bench.time_us(phase, rounds))
-        payload = 0 if phase == "plan" else copies * row_bytes
+    timed = {phase: (phase,) for phase in bench.calls} | PAIRS
+    for phase in options.phases or timed:
+        parts = timed[phase]
+        times = summarise_times(bench.time_us(parts, options.rounds))
+        payload = 0 if phase == "plan" else copies * row_bytes * len(parts)
         per_sm = payload / float(times["median_us"]) / 1e3 / setting.num_sms
         cells.append(f"{phase} {times['median_us']:7.1f} (min {times['min_us']:.1f}) {per_sm:5.1f}")
         if log:
@@ -239,7 +280,7 @@ def _report(
                 seed=0,
                 checked=True,
                 ceiling_GBps=round(ceiling),
-                launches=1,
+                launches=len(parts),
                 **times,
             )
     print(  # noqa: T201
@@ -247,8 +288,6 @@ def _report(
         f"SMs={setting.num_sms}: " + " | ".join(cells),
         flush=True,
     )
-    del bench
-    torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from ep_dispatcher.errors import UnavailableError
 from ep_dispatcher.plan import Placement
 
 DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # EpDtype
+FORM_CODES = {"push": 0, "gather": 1}  # EpCombineForm
 _OUTPUT_ALIGNMENT_BYTES = 256
 _BUILD_FOLDER = Path("build", "gpu_kernels")
 
@@ -125,7 +126,9 @@ class OneGpuWorld:
         self.layout = kernels.WindowLayout(self.window_shape)
         self.windows = [
             torch.zeros(
-                self.layout.total_bytes + shape.output_bytes, dtype=torch.uint8, device=self.device
+                self.layout.total_bytes + 2 * shape.output_bytes,
+                dtype=torch.uint8,
+                device=self.device,
             )
             for _ in range(shape.ep_size)
         ]
@@ -234,14 +237,47 @@ class OneGpuWorld:
         """
         outputs: list[tuple[Tensor, Tensor | None]] = []
         for rank, rows in enumerate(num_rows):
-            area = self.windows[rank][self.layout.total_bytes + rank * shift_bytes :]
-            area.fill_(0xDE)
-            size = rows * self.shape.row_bytes
-            recv_x = area[:size].view(self.shape.dtype).view(rows, self.shape.hidden)
-            start = -(-size // _OUTPUT_ALIGNMENT_BYTES) * _OUTPUT_ALIGNMENT_BYTES
-            recv_weights = area[start : start + 4 * rows].view(torch.float32) if weights else None
-            outputs.append((recv_x, recv_weights))
+            recv_x, recv_weights = self._rows(rank, rows, rank * shift_bytes)
+            outputs.append((recv_x, recv_weights if weights else None))
         return outputs
+
+    def place_rows(
+        self, expert_out: Sequence[Tensor], row_grads: Sequence[Tensor], *, shift_bytes: int = 0
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Copies of expert rows and of their gradients that lie in the windows, behind outputs.
+
+        Args:
+            expert_out: [rows, hidden] of each rank.
+            row_grads: [rows] of each rank.
+            shift_bytes: as in `new_outputs`.
+        """
+        placed: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for rank, sources in enumerate(zip(expert_out, row_grads, strict=True)):
+            start = self.shape.output_bytes + rank * shift_bytes
+            for to, source, kept in zip(
+                self._rows(rank, len(sources[0]), start), sources, placed, strict=True
+            ):
+                to.copy_(source)
+                kept.append(to)
+        return placed
+
+    def _rows(self, rank: int, rows: int, start_bytes: int) -> tuple[Tensor, Tensor]:
+        """[rows, hidden] and [rows] fp32 in a window, poisoned, `start_bytes` after its layout."""
+        first = self.layout.total_bytes + start_bytes
+        size = rows * self.shape.row_bytes
+        weights = -(-size // _OUTPUT_ALIGNMENT_BYTES) * _OUTPUT_ALIGNMENT_BYTES
+        area = self.windows[rank][first : first + weights + 4 * rows]
+        area.fill_(0xDE)
+        return (
+            area[:size].view(self.shape.dtype).view(rows, self.shape.hidden),
+            area[weights:].view(torch.float32),
+        )
+
+    def _offset(self, rank: int, tensor: Tensor) -> int:
+        """Bytes from the start of the window; of an empty tensor, any place in it."""
+        if tensor.numel() == 0:
+            return int(self.layout.total_bytes)
+        return tensor.data_ptr() - self.windows[rank].data_ptr()
 
     def dispatch_calls(
         self,
@@ -255,17 +291,12 @@ class OneGpuWorld:
         calls = []
         for rank, plan in enumerate(plans):
             recv_x, recv_weights = outputs[rank]
-            base = self.windows[rank].data_ptr()
             call = self.kernels.DispatchArgs(self.contexts[rank], plan.pointers)
             call.x, call.row_bytes = x[rank].data_ptr(), self.shape.row_bytes
             call.topk_weights = 0 if topk_weights is None else topk_weights[rank].data_ptr()
-            call.recv_x_offset = (
-                recv_x.data_ptr() - base if len(recv_x) else self.layout.total_bytes
-            )
+            call.recv_x_offset = self._offset(rank, recv_x)
             call.recv_weights_offset = (
-                -1
-                if recv_weights is None
-                else (recv_weights.data_ptr() - base if len(recv_x) else self.layout.total_bytes)
+                -1 if recv_weights is None else self._offset(rank, recv_weights)
             )
             call.recv_rows, call.duplicate = len(recv_x), duplicate
             calls.append(call)
@@ -278,17 +309,23 @@ class OneGpuWorld:
         out: Sequence[Tensor],
         row_weights_grad: Sequence[Tensor] | None = None,
         weights_grad: Sequence[Tensor] | None = None,
+        form: str = "push",
     ) -> list[Any]:
-        """Arguments of `combine` for all ranks."""
+        """Arguments of `combine` for all ranks; for "gather", rows and gradients in the windows."""
         calls = []
         for rank, plan in enumerate(plans):
             call = self.kernels.CombineArgs(self.contexts[rank], plan.pointers)
             call.expert_out, call.out = expert_out[rank].data_ptr(), out[rank].data_ptr()
             call.hidden, call.exact = self.shape.hidden, int(self.shape.exact)
-            call.dtype = DTYPE_CODES[self.shape.dtype]
+            call.dtype, call.form = DTYPE_CODES[self.shape.dtype], FORM_CODES[form]
+            call.row_weights_grad_offset = -1
+            if form == "gather":
+                call.expert_out_offset = self._offset(rank, expert_out[rank])
             if row_weights_grad is not None and weights_grad is not None:
                 call.row_weights_grad = row_weights_grad[rank].data_ptr()
                 call.weights_grad = weights_grad[rank].data_ptr()
+                if form == "gather":
+                    call.row_weights_grad_offset = self._offset(rank, row_weights_grad[rank])
             calls.append(call)
         return calls
 

@@ -1,0 +1,146 @@
+"""Combine by gathering: its deadlines name who is missing, and each ordering claim is needed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from kernel_world import check_round, check_sums, combine, new_round, new_world, route
+from torch import Tensor
+
+from ep_dispatcher.bench.one_gpu import OneGpuWorld
+from ep_dispatcher.bench.one_gpu_spec import Round
+
+pytestmark = [pytest.mark.gpu(1), pytest.mark.fault]
+
+GATHER_READY, GATHER_DONE = 9, 10  # EpPhase
+LATE_RANK = 3
+
+
+def _warm_world() -> OneGpuWorld:
+    """A mutated world whose kernels are loaded, also those of a single rank."""
+    alone = new_world(mutations=True, ep_size=1)
+    check_round(alone, new_round(alone), streams=True)
+    world = new_world(mutations=True)
+    check_round(world, new_round(world, seed=7))
+    return world
+
+
+def _mutate(world: OneGpuWorld, mutation: int) -> None:
+    """Take a claim of csrc/kernels/combine_gather.cu away and make one rank late."""
+    for context in world.contexts:
+        context.test_mutation = mutation
+        context.test_delay_us = 3000 if context.ep_rank == LATE_RANK else 0
+
+
+def _is_wrong(work: Round, sums: tuple[list[Tensor], list[Tensor]]) -> bool:
+    torch.cuda.synchronize()
+    try:
+        check_sums(work, sums)
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("mutation", [0, 31])
+def test_rows_are_read_only_after_their_owner_came(mutation: int) -> None:
+    """Claim G1: without it, rows are read where they lay in the last launch."""
+    world = _warm_world()
+    first, work = new_round(world, "uniform", seed=1), new_round(world, "uniform", seed=2)
+    combine(world, first, route(world, first), form="gather", shift_bytes=0)
+    plans = route(world, work)
+    torch.cuda.synchronize()
+    _mutate(world, mutation)
+    sums = combine(world, work, plans, form="gather", shift_bytes=4096)
+    assert _is_wrong(work, sums) == (mutation != 0)
+
+
+@pytest.mark.parametrize("mutation", [0, 32, 33])
+def test_rows_may_be_overwritten_once_the_kernel_of_their_owner_has_ended(mutation: int) -> None:
+    """Claims G2 and G3: the late rank has read all it needs, or the others' kernels still run."""
+    world = _warm_world()
+    work = new_round(world, "uniform")
+    plans = route(world, work)
+    rows, row_grads = world.place_rows(work.expert_out, work.row_grads)
+    out = [torch.full_like(x, float("nan")) for x in work.x]
+    grads = [torch.full_like(weights, float("nan")) for weights in work.topk_weights]
+    torch.cuda.synchronize()
+    _mutate(world, mutation)
+    calls = world.combine_calls(plans, rows, out, row_grads, grads, "gather")
+    with world.rank_streams(4) as streams:
+        world.launch_on(streams, "combine", calls)
+        for stream, own in zip(streams, zip(rows, row_grads, strict=True), strict=True):
+            with torch.cuda.stream(stream):
+                for tensor in own:
+                    tensor.zero_()
+    assert _is_wrong(work, (out, grads)) == (mutation != 0)
+
+
+def test_a_rank_that_never_calls_is_named() -> None:
+    world = new_world(timeout_s=0.2)
+    work = new_round(world, "uniform")
+    check_round(world, work)
+    plans = route(world, work)
+    rows, row_grads = world.place_rows(work.expert_out, work.row_grads)
+    out = [torch.empty_like(x) for x in work.x]
+    grads = [torch.empty_like(weights) for weights in work.topk_weights]
+    calls = world.combine_calls(plans, rows, out, row_grads, grads, "gather")
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    world.launch("combine", calls[:LATE_RANK])
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < 1.2
+    filed = [fault for fault in map(world.fault, range(LATE_RANK)) if fault.filed]
+    assert {(fault.peer, fault.phase) for fault in filed} == {(LATE_RANK, GATHER_READY)}
+    fresh = new_world()
+    check_round(fresh, new_round(fresh))
+
+
+def test_a_rank_that_stalls_while_it_reads_is_named() -> None:
+    """Mutation 32 makes the late rank stall once more after its entry."""
+    world = new_world(mutations=True, timeout_s=0.2)
+    work = new_round(world, "uniform")
+    check_round(world, work)
+    plans = route(world, work)
+    torch.cuda.synchronize()
+    for context in world.contexts:
+        context.test_mutation = 32 if context.ep_rank == LATE_RANK else 0
+        context.test_delay_us = 150_000 if context.ep_rank == LATE_RANK else 0
+    combine(world, work, plans, form="gather")  # 0.15 s before its entry, and again after it
+    torch.cuda.synchronize()
+    filed = [fault for fault in map(world.fault, range(LATE_RANK)) if fault.filed]
+    assert {(fault.peer, fault.phase) for fault in filed} == {(LATE_RANK, GATHER_DONE)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_delays_change_nothing(seed: int) -> None:
+    world = new_world(mutations=True)
+    generator = torch.Generator().manual_seed(seed)
+    works = [new_round(world, kind, seed=seed) for kind in ("uniform", "duplicates", "skewed")]
+    for work in works * 3:
+        delays = torch.randint(0, 400, (4,), generator=generator).tolist()
+        for context, delay in zip(world.contexts, delays, strict=True):
+            context.test_delay_us = delay
+        plans = route(world, work, streams=bool(seed % 2))
+        check_sums(work, combine(world, work, plans, streams=bool(seed % 2), form="gather"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [("expert_out_offset", 8, "multiple of 16"), ("expert_out_offset", -16, "must be in"),
+     ("row_weights_grad_offset", 2, "multiple of 4"), ("form", 2, "must be in")],
+)  # fmt: skip
+def test_arguments_out_of_range_are_refused_before_a_launch(
+    field: str, value: int, words: str
+) -> None:
+    world = new_world()
+    work = new_round(world)
+    plans = route(world, work)
+    rows, _ = world.place_rows(work.expert_out, work.row_grads)
+    out = [torch.empty_like(x) for x in work.x]
+    calls = world.combine_calls(plans, rows, out, form="gather")
+    setattr(calls[1], field, value)
+    with pytest.raises(ValueError, match=words):
+        world.launch("combine", calls)
+    check_sums(work, combine(world, work, plans, form="gather"))
