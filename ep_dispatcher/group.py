@@ -10,7 +10,7 @@ from typing import Self
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_dispatcher import device, ops, validate
+from ep_dispatcher import device, ops, ranges, validate
 from ep_dispatcher.agreement import check_equal_configs, config_values, gather_json
 from ep_dispatcher.backend import Backend
 from ep_dispatcher.collectives import Collectives
@@ -127,7 +127,8 @@ class EPGroup:
         except EpError as error:
             backend.plan(None, 0, str(error))
             raise
-        plan = backend.plan(topk_idx, rows, None)
+        with ranges.phase(ranges.PLAN, on_gpu=topk_idx.is_cuda):
+            plan = backend.plan(topk_idx, rows, None)
         assert plan is not None
         self._plans.add(plan)
         return plan

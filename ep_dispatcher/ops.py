@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from ep_dispatcher import ranges
 from ep_dispatcher.backend import Backend
 from ep_dispatcher.plan import Plan
+from ep_dispatcher.ranges import phase
 
 
 class DispatchRows(Function):
@@ -28,7 +30,8 @@ class DispatchRows(Function):
     ) -> tuple[Tensor, Tensor | None]:
         """Send rows and weights to the experts."""
         ctx.plan, ctx.backend = plan, backend
-        return backend.dispatch(plan, x.contiguous(), topk_weights)
+        with phase(ranges.DISPATCH, on_gpu=x.is_cuda):
+            return backend.dispatch(plan, x.contiguous(), topk_weights)
 
     @staticmethod
     @once_differentiable
@@ -38,9 +41,10 @@ class DispatchRows(Function):
         grad_recv_weights: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         """Sum the rows' gradients at home and bring each weight's gradient to its slot."""
-        grad_x, grad_weights = ctx.backend.combine(
-            ctx.plan, grad_recv_x.contiguous(), grad_recv_weights
-        )
+        with phase(ranges.DISPATCH_BACKWARD, on_gpu=grad_recv_x.is_cuda):
+            grad_x, grad_weights = ctx.backend.combine(
+                ctx.plan, grad_recv_x.contiguous(), grad_recv_weights
+            )
         return grad_x, grad_weights, None, None
 
 
@@ -51,13 +55,15 @@ class CombineRows(Function):
     def forward(ctx: Any, expert_out: Tensor, plan: Plan, backend: Backend) -> Tensor:  # noqa: ANN401
         """Sum each token's rows at its home rank."""
         ctx.plan, ctx.backend = plan, backend
-        return backend.combine(plan, expert_out.contiguous(), None)[0]
+        with phase(ranges.COMBINE, on_gpu=expert_out.is_cuda):
+            return backend.combine(plan, expert_out.contiguous(), None)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, None, None]:  # noqa: ANN401
         """Send each token's gradient to all its rows."""
-        return ctx.backend.dispatch(ctx.plan, grad_out.contiguous(), None)[0], None, None
+        with phase(ranges.COMBINE_BACKWARD, on_gpu=grad_out.is_cuda):
+            return ctx.backend.dispatch(ctx.plan, grad_out.contiguous(), None)[0], None, None
 
 
 def dispatch(

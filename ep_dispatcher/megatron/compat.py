@@ -51,6 +51,11 @@ def counts_on_device(config: Any) -> bool:  # noqa: ANN401
     return any(getattr(config, name, False) for name in names)
 
 
+def delays_weight_gradients(config: Any) -> bool:  # noqa: ANN401
+    """Whether the experts keep back their weights' gradients until `backward_dw` (0.18 and on)."""
+    return bool(getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False))
+
+
 def rows_may_exceed_topk(config: Any) -> bool:  # noqa: ANN401
     """Whether the router may give a token more than top-k experts: fillers that pad an expert.
 

@@ -110,13 +110,30 @@ class EpManager(_DispatchManager):  # type: ignore[misc]
             recv_x [R, H] and recv_weights [R] in the router's dtype.
         """
         assert self.topk_idx is not None, "dispatch needs the routing of setup_metadata"
-        group = self._group_for(hidden_states)
+        group = self.group_for(hidden_states)
+        plan = self.plan(group, self.topk_idx)
+        self._plan, self._ep_group = plan, group
+        return self.send(group, plan, hidden_states, topk_weights)
+
+    def plan(self, group: EPGroup, topk_idx: Tensor) -> Plan:
+        """Plan routes with the alignment that the experts need; collective."""
         alignment = max(group.config.alignment, compat.quantization_alignment(self.config))
-        plan = group.plan(self.topk_idx, alignment)
+        return group.plan(topk_idx, alignment)
+
+    def send(
+        self, group: EPGroup, plan: Plan, hidden_states: Tensor, topk_weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Dispatch rows and weights; the latter arrive in the router's dtype; collective."""
         recv_x, recv_weights = group.dispatch(plan, hidden_states, topk_weights)
         assert recv_weights is not None
-        self._plan, self._ep_group = plan, group
         return recv_x, recv_weights.to(self._probs_dtype)
+
+    def take_routes(self) -> Tensor:
+        """Hand over the routing of `setup_metadata`, [T, K], and let go of it."""
+        routes, self.topk_idx = self.topk_idx, None
+        assert routes is not None, "there are routes between step 1 and the dispatch only"
+        self.token_probs = self.dispatched_probs = None
+        return routes
 
     def combine(self, hidden_states: Tensor) -> Tensor:
         """Sum the experts' rows at home and let go of the routing; collective.
@@ -145,7 +162,10 @@ class EpManager(_DispatchManager):  # type: ignore[misc]
     def get_number_of_tokens_per_expert(self) -> Tensor:
         """[L] int64, rows of each local expert, padding included, where the experts read them."""
         assert self._plan is not None, "there are counts between dispatch and combine only"
-        plan = self._plan
+        return self.counts_for_experts(self._plan)
+
+    def counts_for_experts(self, plan: Plan) -> Tensor:
+        """[L] int64 of a plan, padding included, on the device or host, as the experts want it."""
         if compat.counts_on_device(self.config) or plan.segment_rows is None:
             return plan.padded_tokens_per_expert.to(plan.topk_idx.device, non_blocking=True)
         return plan.segment_rows
@@ -162,7 +182,7 @@ class EpManager(_DispatchManager):  # type: ignore[misc]
         for shape in groups:
             self._pool.release(self.group, shape)
 
-    def _group_for(self, hidden_states: Tensor) -> EPGroup:
+    def group_for(self, hidden_states: Tensor) -> EPGroup:
         """The group for rows of this width and dtype, shared with the other layers."""
         shape = MoeShape(
             hidden=hidden_states.shape[1],

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from torch import Tensor
+
 from ep_dispatcher.megatron.dispatcher import EpDispatcher
+from ep_dispatcher.ranges import EXPERTS, phase
 
 if TYPE_CHECKING:
     from ep_dispatcher.megatron.plugin import EpPlugin
@@ -38,7 +41,24 @@ class EpMoELayer(MoELayer):  # type: ignore[misc]
             super().__init__(config, *args, **kwargs)
         finally:
             config.moe_token_dispatcher_type = policy_type
-        replace_dispatcher(self, plugin)
+        adopt(self, plugin)
+
+    def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Megatron's step between dispatch and combine, named in profiles."""
+        with phase(EXPERTS, on_gpu=hidden_states.is_cuda):
+            rows: tuple[Tensor, None] = super().routed_experts_compute(hidden_states, probs)
+        return rows
+
+
+def adopt(layer: Any, plugin: EpPlugin) -> None:  # noqa: ANN401
+    """Make a built MoE layer one of ours: its dispatcher, and the plug-in that it asks.
+
+    Args:
+        layer: Megatron's MoELayer, or a subclass of ours.
+        plugin: options and groups.
+    """
+    layer._plugin = plugin
+    replace_dispatcher(layer, plugin)
 
 
 def replace_dispatcher(layer: Any, plugin: EpPlugin) -> EpDispatcher:  # noqa: ANN401

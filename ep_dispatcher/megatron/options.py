@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from ep_dispatcher.config import Duplicates, EpConfig, MoeShape, Precision, Tier, Tuning
 from ep_dispatcher.errors import ConfigError
@@ -18,8 +18,33 @@ from ep_dispatcher.megatron import compat
 
 POLICY_TYPE = "flex"
 POLICY_BACKEND = "hybridep"
+MAX_CHUNKS = 16  # a chunk of fewer rows would spend its time in launches
 _TUNING = ("num_sms", "chunk_tokens", "timeout_s", "duplicates")
 _SMALLEST = MoeShape(hidden=8, num_topk=1, num_experts=1)  # any shape: to check the other fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapOptions:
+    """How an MoE layer hides its communication behind its own experts.
+
+    Attributes:
+        chunks: runs of tokens that the layer is cut into; 1 for no overlap, "auto" for as many as
+            leave every expert enough rows (`overlap_schedule.auto_chunks`).
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    chunks: int | Literal["auto"] = 1
+
+    def __post_init__(self) -> None:
+        """Check the field."""
+        is_int = isinstance(self.chunks, int) and not isinstance(self.chunks, bool)
+        if self.chunks != "auto" and not (is_int and 1 <= self.chunks <= MAX_CHUNKS):  # type: ignore[operator]
+            raise ConfigError(
+                f"overlap.chunks is {self.chunks!r}; it must be 'auto' or a whole number in "
+                f"[1, {MAX_CHUNKS}]"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +65,8 @@ class MegatronOptions:
         chunk_tokens: tokens that travel under one flag.
         timeout_s: device tier: deadline of every wait.
         duplicates: device tier: who makes a token's further copies; see `Tuning`.
+        overlap: of communication with the experts of the same layer.
+        debug_ledger: debug mode; compares the order of all calls between the ranks.
 
     Raises:
         ConfigError: a value out of its range.
@@ -56,9 +83,13 @@ class MegatronOptions:
     chunk_tokens: int = Tuning.chunk_tokens
     timeout_s: float = Tuning.timeout_s
     duplicates: Duplicates = Tuning.duplicates
+    overlap: OverlapOptions = dataclasses.field(default_factory=OverlapOptions)
+    debug_ledger: bool = False
 
     def __post_init__(self) -> None:
         """Check every field now rather than at the first batch."""
+        if not isinstance(self.debug_ledger, bool):
+            raise ConfigError(f"debug_ledger is {self.debug_ledger!r}; it must be true or false")
         self.ep_config(_SMALLEST, self.max_tokens_per_rank or 0)
 
     @classmethod
@@ -69,12 +100,10 @@ class MegatronOptions:
             ConfigError: an unknown key, or a value out of its range.
         """
         values = dict(section or {})
-        known = sorted(field.name for field in dataclasses.fields(cls))
-        unknown = sorted(set(values) - set(known))
-        if unknown:
-            raise ConfigError(
-                f"unknown key {unknown[0]!r} in section 'ep_dispatcher'; known keys: {known}"
-            )
+        _refuse_unknown(cls, values, "ep_dispatcher")
+        overlap = values.get("overlap")
+        if not isinstance(overlap, OverlapOptions):
+            values["overlap"] = _overlap_from(overlap)
         return cls(**values)
 
     def ep_config(
@@ -100,6 +129,26 @@ class MegatronOptions:
         )
 
 
+def _overlap_from(section: object) -> OverlapOptions:
+    """Build from the nested mapping `overlap:`; None gives defaults."""
+    if section is not None and not isinstance(section, Mapping):
+        raise ConfigError(
+            f"'overlap' in section 'ep_dispatcher' is {section!r}; it must be a mapping such as "
+            "{chunks: auto}"
+        )
+    values = dict(section or {})
+    _refuse_unknown(OverlapOptions, values, "ep_dispatcher.overlap")
+    return OverlapOptions(**values)
+
+
+def _refuse_unknown(kind: Any, values: Mapping[str, Any], section: str) -> None:  # noqa: ANN401
+    """Raise ConfigError if a mapping has a key that is no field of `kind`."""
+    known = sorted(field.name for field in dataclasses.fields(kind))
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ConfigError(f"unknown key {unknown[0]!r} in section {section!r}; known keys: {known}")
+
+
 def apply_policy(config: Any, options: MegatronOptions) -> None:  # noqa: ANN401
     """Put the policy identity on a TransformerConfig, after refusing what contradicts it.
 
@@ -114,6 +163,7 @@ def apply_policy(config: Any, options: MegatronOptions) -> None:  # noqa: ANN401
     _refuse_other_dispatchers(config)
     _refuse_other_backends_knobs(config, options)
     _refuse_static_shapes(config)
+    _refuse_chunks(config, options)
     config.moe_token_dispatcher_type = POLICY_TYPE
     config.moe_flex_dispatcher_backend = POLICY_BACKEND
 
@@ -157,6 +207,21 @@ def _refuse_other_backends_knobs(config: Any, options: MegatronOptions) -> None:
             f"moe_flex_dispatcher_num_sms is {num_sms} but num_sms of the section "
             f"'ep_dispatcher' is {options.num_sms}; set only the latter"
         )
+
+
+def _refuse_chunks(config: Any, options: MegatronOptions) -> None:  # noqa: ANN401
+    """Refuse chunks where something else of Megatron hides the same communication."""
+    if options.overlap.chunks == 1:
+        return
+    for name, instead in (
+        ("overlap_moe_expert_parallel_comm", "hides the same communication behind another batch"),
+        ("moe_shared_expert_overlap", "runs the shared experts, which the chunks do themselves"),
+    ):
+        if getattr(config, name, False):
+            raise ConfigError(
+                f"overlap.chunks is {options.overlap.chunks} and {name} is True, which {instead}; "
+                "set one of the two"
+            )
 
 
 def _refuse_static_shapes(config: Any) -> None:  # noqa: ANN401

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import megatron.core
+import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,8 +25,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.megatron import compat
 from ep_dispatcher.megatron.dispatcher import EpDispatcher
-from ep_dispatcher.megatron.layer import EpMoELayer, replace_dispatcher
+from ep_dispatcher.megatron.layer import EpMoELayer, adopt
 from ep_dispatcher.megatron.options import MegatronOptions, apply_policy
+from ep_dispatcher.megatron.overlap import OverlappedMoELayer
 from ep_dispatcher.megatron.pool import GroupPool
 
 logger = logging.getLogger("ep_dispatcher.megatron")
@@ -47,11 +49,21 @@ class EpPlugin:
         compat.warn_if_untested(megatron.core.__version__)
         self.options = options or MegatronOptions()
         self.pool = GroupPool(self.options)
+        self._communication: torch.cuda.Stream | None = None
 
     @classmethod
     def from_section(cls, section: Mapping[str, Any] | None) -> Self:
         """Make a plug-in from the `ep_dispatcher:` mapping of a training config."""
         return cls(MegatronOptions.from_section(section))
+
+    def communication_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """The stream that chunks travel on, one for all layers; None on the CPU."""
+        if device.type != "cuda":
+            return None
+        if self._communication is None:
+            # Its few blocks must be placed before the many of a GEMM, or they would wait for them.
+            self._communication = torch.cuda.Stream(device, priority=-1)
+        return self._communication
 
     def configure(self, config: Any) -> None:  # noqa: ANN401
         """Put the policy identity on a TransformerConfig, or refuse it; see `apply_policy`."""
@@ -130,8 +142,25 @@ def swap_dispatchers(model_chunks: Chunks, plugin: EpPlugin | None = None) -> Ch
         plugin.configure(config)
     for layer in layers:
         if not isinstance(layer.token_dispatcher, EpDispatcher):
-            replace_dispatcher(layer, plugin)
+            _become_chunked(layer, plugin)
+            adopt(layer, plugin)
     return model_chunks
+
+
+def _become_chunked(layer: Any, plugin: EpPlugin) -> None:  # noqa: ANN401
+    """Give a built layer the class that runs in chunks, where the section asks for chunks.
+
+    Raises:
+        ConfigError: the layer is of somebody else's class.
+    """
+    if plugin.options.overlap.chunks == 1:
+        return
+    if type(layer) is not MoELayer:
+        raise ConfigError(
+            f"overlap.chunks is {plugin.options.overlap.chunks} but this model has a "
+            f"{type(layer).__name__} in place of Megatron's MoELayer; set overlap.chunks to 1"
+        )
+    layer.__class__ = OverlappedMoELayer
 
 
 def dispatchers_of(model_chunks: list[Any]) -> list[Any]:
@@ -162,10 +191,12 @@ def _replace_moe(node: Any, plugin: EpPlugin) -> tuple[Any, int]:  # noqa: ANN40
     if isinstance(node, functools.partial):
         if node.func is not MoELayer:
             return node, 0
-        return functools.partial(EpMoELayer, *node.args, plugin=plugin, **node.keywords), 1
+        ours = OverlappedMoELayer if plugin.options.overlap.chunks != 1 else EpMoELayer
+        return functools.partial(ours, *node.args, plugin=plugin, **node.keywords), 1
     if isinstance(node, ModuleSpec) and node.module is MoELayer:
         params = {**(node.params or {}), "plugin": plugin}
-        return dataclasses.replace(node, module=EpMoELayer, params=params), 1
+        ours = OverlappedMoELayer if plugin.options.overlap.chunks != 1 else EpMoELayer
+        return dataclasses.replace(node, module=ours, params=params), 1
     if isinstance(node, list):
         pairs = [_replace_moe(item, plugin) for item in node]
         return [item for item, _ in pairs], sum(count for _, count in pairs)

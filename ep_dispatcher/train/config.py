@@ -17,7 +17,7 @@ from ep_dispatcher.train.sections import Section, choice, number, refuse_unknown
 
 VOCABULARY = 256  # the model reads and predicts bytes
 # Keys of the section ep_dispatcher that change no result.
-SPEED_ONLY = ("num_sms", "chunk_tokens", "timeout_s", "duplicates", "output_bytes")
+SPEED_ONLY = ("num_sms", "chunk_tokens", "timeout_s", "duplicates", "output_bytes", "debug_ledger")
 BOOKKEEPING = ("steps", "out_dir", "log_every", "checkpoint_every", "keep_checkpoints", "device")
 
 
@@ -342,8 +342,19 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     if section in SECTIONS:
         keys = [field.name for field in dataclasses.fields(SECTIONS[section])]
         refuse_unknown(section, {key: value}, keys)
-    present = values.get(section)
-    values[section] = {**(present if isinstance(present, Mapping) else {}), key: value}
+    _put(values, [section, *key.split(".")], value)
+
+
+def _put(values: dict[str, Any], path: Sequence[str], value: object) -> None:
+    """Set a value in nested mappings, which are copied on the way."""
+    head, *rest = path
+    if not rest:
+        values[head] = value
+        return
+    present = values.get(head)
+    inner = dict(present) if isinstance(present, Mapping) else {}
+    _put(inner, rest, value)
+    values[head] = inner
 
 
 def _check_divides(name: str, value: int, total_name: str, total: int) -> None:
