@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
-
 from torch import Tensor
 
 from ep_dispatcher.megatron.dispatcher import EpDispatcher
