@@ -20,9 +20,11 @@ from ep_dispatcher.config import EpConfig, Topology
 from ep_dispatcher.device_session import DeviceSession, open_session
 from ep_dispatcher.errors import AgreementError, RoutingError, ShapeError
 from ep_dispatcher.plan import Placement, Plan
+from ep_dispatcher.residency import RankGpu, check_blocks_fit, gpus_are_shared
 
 DTYPE_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}  # EpDtype
 _DUPLICATE_CODES = {"sender": 0, "receiver": 1}  # EpDuplicate
+_MAX_TOPK = 64  # EP_MAX_TOPK
 _REFUSED_ALIGNMENT = 4095  # no power of two, so no rank can have asked for it
 _WAIT_SLICE_S = 0.05
 _HOST_SLACK_S = 0.5  # the GPU's deadline comes first and says more
@@ -32,6 +34,12 @@ def unavailable_reason(config: EpConfig) -> str | None:
     """Say in one sentence why this rank cannot run the device tier; None where it can."""
     if config.shape.dtype == "float64":
         return "float64 rows run in the reference tier only"
+    if config.shape.num_topk > _MAX_TOPK:
+        return (
+            f"num_topk is {config.shape.num_topk}; the device tier carries at most {_MAX_TOPK} "
+            "slots a token (padding experts to a capacity makes a slot of every expert: turn "
+            "moe_pad_expert_input_to_capacity off, or take the reference tier)"
+        )
     if not torch.cuda.is_available():
         return "no GPU is visible to torch"
     return native.missing_reason()
@@ -92,10 +100,12 @@ class DeviceBackend:
         Raises:
             UnavailableError: on all ranks alike, if any rank lacks something.
         """
+        gpus = _gpus_of(collectives)
+        check_blocks_fit(config.tuning.num_sms, gpus)
         session = open_session(collectives, config, topology, placement)
         duplicates = config.tuning.duplicates
         if duplicates == "auto":
-            duplicates = "sender" if _gpus_are_shared(collectives, session.device) else "receiver"
+            duplicates = "sender" if gpus_are_shared(gpus) else "receiver"
         return cls(session, config, topology, placement, duplicates)
 
     def plan(self, topk_idx: Tensor | None, alignment: int, refusal: str | None) -> Plan | None:
@@ -300,10 +310,11 @@ class DeviceBackend:
         return torch.cuda.current_stream(self._session.device).cuda_stream
 
 
-def _gpus_are_shared(collectives: Collectives, device: torch.device) -> bool:
-    """Whether two ranks of the group have the same GPU; collective."""
-    told = gather_json(collectives, str(torch.cuda.get_device_properties(device).uuid))
-    return len(set(told)) < len(told)
+def _gpus_of(collectives: Collectives) -> list[RankGpu]:
+    """The current GPU of each rank; collective."""
+    own = torch.cuda.get_device_properties(torch.cuda.current_device())
+    told = gather_json(collectives, [str(own.uuid), own.multi_processor_count])
+    return [RankGpu(str(uuid), int(str(sm_count))) for uuid, sm_count in told]
 
 
 def _aligned(rows: Tensor) -> Tensor:

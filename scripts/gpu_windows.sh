@@ -3,38 +3,16 @@
 #
 #   scripts/gpu_windows.sh [PYTEST_ARGUMENT...]
 #
-# PYTHON     interpreter with torch, pybind11 and pytest (default: python3)
-# NCCL_HOME  NCCL 2.30.7 or later, if the wheel is not in that Python
-# A module that was built already and is newer than every source is kept.
+# PYTHON, NCCL_HOME: see scripts/shared_gpu.sh. scripts/gpu_tests.sh runs these tests among others.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
-PYTHON=${PYTHON:-python3}
-export NCCL_MULTI_RANK_GPU_ENABLE=1 # several ranks may share a GPU
-export NCCL_NVLS_ENABLE=0 NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo
-export CUDA_MODULE_LOADING=EAGER # loading lazily can deadlock against a kernel that waits
-export OMP_NUM_THREADS=1
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-
-step() { printf '== %s (%d s)\n' "$1" "$SECONDS"; }
+# shellcheck source=scripts/shared_gpu.sh
+. scripts/shared_gpu.sh
 
 step "native module"
-built=$("$PYTHON" -c 'import ep_dispatcher._C as module; print(module.__file__)' 2>/dev/null)
-if [[ -z $built || -n $(find csrc setup.py -newer "$built" -type f -print -quit) ]]; then
-  "$PYTHON" setup.py -q build_ext --inplace || exit 1
-fi
+build_native || exit 1
 "$PYTHON" -c 'from ep_dispatcher import native; print(native.capabilities())'
-
-if [[ -n ${CUDA_MPS_PIPE_DIRECTORY:-} ]]; then
-  step "MPS is up already"
-else
-  step "MPS"
-  CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d)
-  export CUDA_MPS_PIPE_DIRECTORY
-  export CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
-  nvidia-cuda-mps-control -d || exit 1
-  trap 'echo quit | nvidia-cuda-mps-control' EXIT
-fi
-
+step "MPS"
+start_mps || exit 1
 step "tests"
 timeout "${LIMIT_S:-400}" "$PYTHON" -m pytest tests/test_device.py tests/test_native.py "$@"

@@ -1,6 +1,6 @@
 """The device tier between processes that share a GPU, bit for bit against the reference tier.
 
-Needs a GPU; the processes need MPS to run at the same time (scripts/gpu_windows.sh starts it).
+Needs a GPU; the processes need MPS to run at the same time (scripts/gpu_tests.sh starts it).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep_dispatcher import UnavailableError, native
+from ep_dispatcher import EpConfig, MoeShape, UnavailableError, device, native
 
 TOO_OLD = 22809
 
@@ -125,3 +125,13 @@ def test_old_nccl_in_the_process_does_not_hide_a_newer_wheel(old_nccl: Path) -> 
     wheel = [path for path in native._nccl_files() if "/" in path]
     assert (answer != "refused") if wheel else (answer == "refused")
     assert answer == "refused" or tuple(map(int, answer.split("."))) >= (2, 30, 7)
+
+
+def test_more_slots_than_the_kernels_carry_are_refused_with_a_way_out() -> None:
+    """Before anything else is asked, so on every machine."""
+    shape = MoeShape(hidden=64, num_topk=65, num_experts=128)
+    reason = device.unavailable_reason(EpConfig(shape=shape, max_tokens_per_rank=8))
+    assert reason is not None
+    assert "num_topk is 65" in reason
+    assert "at most 64" in reason
+    assert "reference tier" in reason

@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# All tests that need a GPU, on one GPU, in one call: a line for each part, and a log.
+#
+#   scripts/gpu_tests.sh [PART...]
+#
+# Parts, default all: build kernels faults example windows rails sanitize
+# PYTHON     interpreter with torch, pybind11 and pytest (default: python3)
+# NCCL_HOME  NCCL 2.30.7 or later, if the wheel is not in that Python
+# RESULTS    folder for logs and the table (default: runs/gpu_tests)
+# Modules that are newer than every source are kept. Fails if any part did.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/shared_gpu.sh
+. scripts/shared_gpu.sh
+
+RESULTS=${RESULTS:-runs/gpu_tests}
+PARTS=(build kernels faults example windows rails sanitize)
+(($# == 0)) || PARTS=("$@")
+TESTS=("$PYTHON" -m pytest -q --maxfail 10 --timeout 60 -p no:cacheprovider)
+SANITIZED='(equals and (16-2-duplicates or 1-4-skewed)) or (capacity and 333)'
+SANITIZER=(compute-sanitizer --error-exitcode 9 --kernel-name kernel_substring=_kernelILi)
+failed=0
+mkdir -p "$RESULTS"
+
+# check NAME LIMIT_S COMMAND...: run it, print one line with what its log says last
+check() {
+  local name=$1 limit_s=$2 start=$SECONDS verdict=ok
+  local log=$RESULTS/${name// /_}.log
+  shift 2
+  timeout -k 5 "$limit_s" "$@" >"$log" 2>&1 || verdict="FAIL ($?)"
+  [[ $verdict == ok ]] || failed=1
+  printf '%-10s %-22s %4d s  %s\n' "$verdict" "$name" $((SECONDS - start)) \
+    "$(grep -v '^$' "$log" | tail -n 1 | cut -c1-150)" | tee -a "$RESULTS/table.txt"
+}
+
+part_build() {
+  check "native module" 600 bash -c '. scripts/shared_gpu.sh && build_native'
+  check "kernel modules" 600 scripts/gpu_kernels.sh build
+}
+part_kernels() { check kernels 200 "${TESTS[@]}" tests/test_kernels.py; }
+part_faults() { check faults 120 "${TESTS[@]}" tests/test_kernel_faults.py; }
+part_example() { check example 60 scripts/gpu_kernels.sh example; }
+
+part_windows() { # processes, by the number of ranks
+  start_mps || return
+  local ranks
+  for ranks in 4 2 8; do
+    check "windows $ranks ranks" 200 "${TESTS[@]}" tests/test_device.py -k "$ranks ranks"
+  done
+  check "native module, host" 120 "${TESTS[@]}" tests/test_native.py
+  stop_mps
+}
+
+part_rails() { # one launch and processes; each test says what it needs
+  compgen -G 'tests/test_rail*.py' >/dev/null || return 0
+  start_mps || return
+  check rails 300 "${TESTS[@]}" tests/test_rail*.py
+  stop_mps
+}
+
+part_sanitize() {
+  local tool
+  export CUDA_MODULE_LOADING=LAZY # the kernels share one launch here; eager loading takes minutes
+  for tool in memcheck initcheck racecheck; do
+    check "$tool" 150 "${SANITIZER[@]}" --tool "$tool" "${TESTS[@]}" --timeout 140 \
+      tests/test_kernels.py -k "$SANITIZED"
+  done
+  check synccheck 60 "${SANITIZER[@]}" --tool synccheck build/gpu_kernels/table_peers
+  export CUDA_MODULE_LOADING=EAGER
+}
+
+: >"$RESULTS/table.txt"
+for part in "${PARTS[@]}"; do
+  if ! declare -F "part_$part" >/dev/null; then
+    echo "no part is called $part; parts: build kernels faults example windows rails sanitize"
+    exit 2
+  fi
+  "part_$part"
+done
+exit "$failed"
