@@ -16,6 +16,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 Tier = Literal["auto", "reference", "device"]
 Precision = Literal["rounded", "exact"]
 Duplicates = Literal["auto", "sender", "receiver"]
+Combine = Literal["auto", "push", "gather"]
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -116,12 +117,17 @@ class Tuning:
         duplicates: device tier: who makes the second and further copies of a token that go to one
             rank. "sender": every copy crosses the link. "receiver": one does, and the receiver
             copies it. "auto": the receiver, unless ranks share a GPU, where no link is saved.
+        combine: device tier: how rows come home. "push": each expert rank sends one sum for each
+            token. "gather": the home rank reads the expert rows where they lie, which must be in
+            the group's memory (`EPGroup.empty_rows`; rows elsewhere are copied there first).
+            "auto": by what they put on the links; see `combine_form.choose_combine`.
     """
 
     num_sms: int = 16
     chunk_tokens: int = 64
     timeout_s: float = 30.0
     duplicates: Duplicates = "auto"
+    combine: Combine = "auto"
 
     def __post_init__(self) -> None:
         """Check every field against its range."""
@@ -133,6 +139,8 @@ class Tuning:
             raise ConfigError(
                 f"duplicates is {self.duplicates!r}; it must be 'auto', 'sender' or 'receiver'"
             )
+        if self.combine not in ("auto", "push", "gather"):
+            raise ConfigError(f"combine is {self.combine!r}; it must be 'auto', 'push' or 'gather'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +162,7 @@ class EpConfig:
             "exact" keeps partial sums in fp32 and rounds once.
         tier: "auto" takes the device tier where every rank can, else the reference tier.
         check_values: debug mode, refuses NaN and infinite weights (costs a host synchronisation).
+        debug_ledger: debug mode, compares the order of all calls between the ranks.
         tuning: knobs that change speed only.
     """
 
@@ -167,6 +176,7 @@ class EpConfig:
     precision: Precision = "rounded"
     tier: Tier = "auto"
     check_values: bool = False
+    debug_ledger: bool = False
     tuning: Tuning = field(default_factory=Tuning)
 
     def __post_init__(self) -> None:
@@ -183,13 +193,18 @@ class EpConfig:
             raise ConfigError(f"precision is {self.precision!r}; it must be 'rounded' or 'exact'")
         if self.tier not in ("auto", "reference", "device"):
             raise ConfigError(f"tier is {self.tier!r}; it must be 'auto', 'reference' or 'device'")
-        if not isinstance(self.check_values, bool):
-            raise ConfigError(f"check_values is {self.check_values!r}; it must be True or False")
+        self._check_flags()
         for name, kind in (("shape", MoeShape), ("tuning", Tuning)):
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {kind.__name__}")
         if self.expert_rank is not None:
             self._check_expert_rank(self.expert_rank)
+
+    def _check_flags(self) -> None:
+        """Check the debug modes."""
+        for name in ("check_values", "debug_ledger"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
 
     def _check_expert_rank(self, table: object) -> None:
         """Check the table of experts as far as that goes without the number of ranks."""

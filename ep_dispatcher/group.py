@@ -22,6 +22,7 @@ from ep_dispatcher.errors import (
     ShapeError,
     UnavailableError,
 )
+from ep_dispatcher.ledger import LedgerBackend
 from ep_dispatcher.plan import Placement, Plan
 from ep_dispatcher.reference import ReferenceBackend
 
@@ -101,6 +102,8 @@ class EPGroup:
                 if config.tier == "device":
                     raise
                 tier, why = "reference", str(error)
+        if config.debug_ledger:
+            backend = LedgerBackend(backend, collectives, every_call=tier == "reference")
         if collectives.rank == 0:
             logger.info("group of %d ranks: tier %s (%s)", collectives.size, tier, why)
         return cls(config, topology, tier, backend, collectives.rank)

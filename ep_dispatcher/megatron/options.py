@@ -88,8 +88,6 @@ class MegatronOptions:
 
     def __post_init__(self) -> None:
         """Check every field now rather than at the first batch."""
-        if not isinstance(self.debug_ledger, bool):
-            raise ConfigError(f"debug_ledger is {self.debug_ledger!r}; it must be true or false")
         self.ep_config(_SMALLEST, self.max_tokens_per_rank or 0)
 
     @classmethod
@@ -125,6 +123,7 @@ class MegatronOptions:
             precision=self.precision,
             tier=self.tier,
             check_values=self.check_values,
+            debug_ledger=self.debug_ledger,
             tuning=Tuning(**{name: getattr(self, name) for name in _TUNING}),
         )
 
