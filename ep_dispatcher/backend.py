@@ -46,6 +46,10 @@ class Backend(Protocol):
         """Sum rows [R, H] at home: [T, H]; bring one float a row [R] back to its slot: [T, K]."""
         ...
 
+    def empty_rows(self, plan: Plan) -> Tensor:
+        """Uninitialised rows [R, H] that `combine` takes without a copy; not collective."""
+        ...
+
     def close(self, *, failed: bool = False) -> None:
         """Free what the tier holds; collective where the tier says so.
 

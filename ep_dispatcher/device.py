@@ -16,6 +16,7 @@ from torch import Tensor
 from ep_dispatcher import native
 from ep_dispatcher.agreement import gather_json
 from ep_dispatcher.collectives import Collectives
+from ep_dispatcher.combine_form import choose_combine
 from ep_dispatcher.config import EpConfig, Topology
 from ep_dispatcher.device_session import DeviceSession, open_session
 from ep_dispatcher.errors import AgreementError, RoutingError, ShapeError
@@ -23,6 +24,7 @@ from ep_dispatcher.plan import Placement, Plan
 from ep_dispatcher.residency import RankGpu, check_blocks_fit, gpus_are_shared
 
 DTYPE_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}  # EpDtype
+_FORM_CODES = {"push": 0, "gather": 1}  # EpCombineForm
 _DUPLICATE_CODES = {"sender": 0, "receiver": 1}  # EpDuplicate
 _MAX_TOPK = 64  # EP_MAX_TOPK
 _REFUSED_ALIGNMENT = 4095  # no power of two, so no rank can have asked for it
@@ -67,6 +69,7 @@ class DeviceBackend:
         topology: of the group.
         placement: owner of each expert.
         duplicates: who makes further copies of a token; equal on all ranks.
+        form: of combine, "push" or "gather"; equal on all ranks.
     """
 
     def __init__(
@@ -76,8 +79,10 @@ class DeviceBackend:
         topology: Topology,
         placement: Placement,
         duplicates: str,
+        form: str,
     ) -> None:
         """Keep what every call needs."""
+        self.combine_form = form
         self._duplicate = _DUPLICATE_CODES[duplicates]
         self._session = session
         self._module = session.module
@@ -103,10 +108,12 @@ class DeviceBackend:
         gpus = _gpus_of(collectives)
         check_blocks_fit(config.tuning.num_sms, gpus)
         session = open_session(collectives, config, topology, placement)
+        shared = gpus_are_shared(gpus)
         duplicates = config.tuning.duplicates
         if duplicates == "auto":
-            duplicates = "sender" if gpus_are_shared(gpus) else "receiver"
-        return cls(session, config, topology, placement, duplicates)
+            duplicates = "sender" if shared else "receiver"
+        form = choose_combine(config, topology, gpus_are_shared=shared)
+        return cls(session, config, topology, placement, duplicates, form)
 
     def plan(self, topk_idx: Tensor | None, alignment: int, refusal: str | None) -> Plan | None:
         """See `Backend.plan`; a refusing rank takes part with an alignment that nobody else has."""
@@ -174,19 +181,41 @@ class DeviceBackend:
         """See `Backend.combine`."""
         self._session.check()
         expert_out = _aligned(self._on_device("expert_out", expert_out))
-        shape = self._config.shape
-        out = expert_out.new_empty(plan.num_tokens, shape.hidden)
+        expert_out = self._reachable(expert_out)
+        shape, outputs = self._config.shape, self._session.outputs
         call = self._module.CombineArgs(self._session.context, _routes_of(plan).pointers)
+        call.row_weights_grad_offset = -1
+        gathers = self.combine_form == "gather"
+        out = self._plain((plan.num_tokens, shape.hidden), self._dtype)
         weights = None
         if row_weights is not None:
-            row_weights = self._on_device("row_weights", row_weights)
-            weights = row_weights.new_empty(plan.num_tokens, shape.num_topk)
+            row_weights = self._reachable(self._on_device("row_weights", row_weights))
+            weights = self._plain((plan.num_tokens, shape.num_topk), torch.float32)
             call.row_weights_grad, call.weights_grad = row_weights.data_ptr(), weights.data_ptr()
+            call.row_weights_grad_offset = outputs.offset_of(row_weights) if gathers else -1
         call.expert_out, call.out = expert_out.data_ptr(), out.data_ptr()
+        call.expert_out_offset = outputs.offset_of(expert_out) if gathers else 0
         call.hidden, call.dtype = shape.hidden, DTYPE_CODES[shape.dtype]
         call.exact = int(self._config.precision == "exact")
+        call.form = _FORM_CODES[self.combine_form]
         self._module.combine(call, self._stream())
         return out, None if weights is None else weights[:, : plan.num_topk]
+
+    def empty_rows(self, plan: Plan) -> Tensor:
+        """See `Backend.empty_rows`; in the arena where combine gathers, else plain memory."""
+        sizes = (plan.num_recv_rows, self._config.shape.hidden)
+        if self.combine_form == "gather":
+            return self._session.outputs.empty(sizes, self._dtype)
+        return self._plain(sizes, self._dtype)
+
+    def _plain(self, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, device=self._session.device)
+
+    def _reachable(self, values: Tensor) -> Tensor:
+        """The values where peers can read them, if they have to."""
+        if self.combine_form == "push":
+            return values
+        return self._session.outputs.holding(values)
 
     def check(self) -> None:
         """Raise EpTimeoutError if a wait of this rank has expired; waits for nothing."""

@@ -22,6 +22,7 @@ from ep_dispatcher.errors import CapacityError
 HEAP_STEP_BYTES = 2 << 20  # segments are whole multiples of it
 _SMALLEST_HEAP_BYTES = 64 << 20
 _DEFAULT_BALANCED_OUTPUTS = 4
+_GATHERED_OUTPUTS = 2  # expert rows that combine reads, forward and backward
 # Smaller requests would go to segments for small blocks, which the arena has not.
 _SMALLEST_BLOCK_BYTES = (1 << 20) + 512
 
@@ -30,7 +31,7 @@ def heap_bytes_of(config: EpConfig, topology: Topology) -> int:
     """Size of the heap that a group's output rows are cut from.
 
     Without `output_bytes` in the config: room for four outputs of a balanced routing (in static
-    mode, of the capacity), at least 64 MiB.
+    mode, of the capacity) and two more unless combine only pushes, at least 64 MiB.
 
     Args:
         config: of the group.
@@ -44,7 +45,9 @@ def heap_bytes_of(config: EpConfig, topology: Topology) -> int:
         balanced = config.max_tokens_per_rank * shape.num_topk + experts * (config.alignment - 1)
         rows = balanced if config.recv_capacity_rows is None else config.recv_capacity_rows
         weight_bytes = DTYPE_BYTES["float32"]
-        wanted = _DEFAULT_BALANCED_OUTPUTS * rows * (shape.row_bytes + weight_bytes)
+        outputs = _DEFAULT_BALANCED_OUTPUTS
+        outputs += 0 if config.tuning.combine == "push" else _GATHERED_OUTPUTS
+        wanted = outputs * rows * (shape.row_bytes + weight_bytes)
         wanted = max(wanted, _SMALLEST_HEAP_BYTES)
     return -(-wanted // HEAP_STEP_BYTES) * HEAP_STEP_BYTES
 
@@ -104,6 +107,17 @@ class OutputPool:
             return -1
         start = tensor.data_ptr() if tensor.numel() else self._arena.heap
         return int(start - self._arena.base)
+
+    def holding(self, tensor: Tensor) -> Tensor:
+        """The contiguous tensor itself if it lies in the arena, else a copy that does.
+
+        Raises:
+            CapacityError: the heap has no room for the copy.
+        """
+        start, end = self._arena.heap, self._arena.heap + self._arena.heap_bytes
+        if tensor.numel() == 0 or start <= tensor.data_ptr() < end:
+            return tensor
+        return self.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
     def close(self) -> None:
         """Let go of the heap; tensors that users still hold stay valid."""

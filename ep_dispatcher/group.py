@@ -179,6 +179,27 @@ class EPGroup:
         validate.check_rows("expert_out", expert_out, plan.num_recv_rows, self.config)
         return ops.combine(expert_out, plan, backend)
 
+    def empty_rows(self, plan: Plan) -> Tensor:
+        """Memory for the rows that the experts return; not collective.
+
+        `combine` takes rows from anywhere, but where it lets peers read them (`Tuning.combine`
+        "gather"), rows that lie elsewhere are copied first, which costs a read and a write of
+        all of them. So let the experts' last operation write into this (`out=`).
+
+        Args:
+            plan: of this group.
+
+        Returns:
+            [R, H], uninitialised, of the config's dtype; an ordinary tensor in every other way.
+
+        Raises:
+            ShapeError: a plan of another group.
+            CapacityError: device tier: `output_bytes` has no room for it.
+        """
+        backend = self._open_backend()
+        self._check_plan(plan)
+        return backend.empty_rows(plan)
+
     def close(self, *, failed: bool = False) -> None:
         """Free what the tier holds; collective; a second call does nothing.
 

@@ -96,6 +96,10 @@ class LedgerBackend:
         self._write("combine", self._numbers[plan], compare=self._every_call)
         return self._inner.combine(plan, expert_out, row_weights)
 
+    def empty_rows(self, plan: Plan) -> Tensor:
+        """See `Backend.empty_rows`."""
+        return self._inner.empty_rows(plan)
+
     def close(self, *, failed: bool = False) -> None:
         """See `Backend.close`; compares what is left, unless a rank leaves early."""
         try:

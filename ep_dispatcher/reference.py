@@ -134,6 +134,15 @@ class ReferenceBackend:
         weights[routes.sent_copy] = returned_weights
         return out, weights.view(plan.num_tokens, plan.num_topk)
 
+    def empty_rows(self, plan: Plan) -> Tensor:
+        """See `Backend.empty_rows`; ordinary memory."""
+        dtype: torch.dtype = getattr(torch, self._config.shape.dtype)
+        return torch.empty(
+            (plan.num_recv_rows, self._config.shape.hidden),
+            dtype=dtype,
+            device=plan.topk_idx.device,
+        )
+
     def close(self, *, failed: bool = False) -> None:
         """Nothing to free."""
 
