@@ -55,7 +55,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Lines]:
 def test_every_phase_of_a_backend_has_a_checked_line_with_a_time(ran: tuple[Path, Lines]) -> None:
     for backend in GOOD:
         lines = {line["phase"]: line for line in ran[1][backend]}
-        expected = {"plan", "dispatch", "combine", "combine_backward", "dispatch_backward"}
+        expected = {"plan", "dispatch", "combine", "combine_backward", "dispatch_backward", "pair"}
         expected |= {"layer_forward", "layer_backward"}
         assert expected <= set(lines)
         for line in lines.values():

@@ -47,6 +47,14 @@ def add_to(actions: Any) -> None:  # noqa: ANN401  # argparse does not export th
         "--set", nargs="+", default=[], metavar="KEY=VALUE", help="fields of the work or method"
     )
     run_parser.add_argument("--budget", type=float, metavar="SECONDS", help="of the whole run")
+    run_parser.add_argument(
+        "--recover",
+        metavar="COMMAND",
+        help="run it after processes ended badly, before others start: one that restarts MPS, say",
+    )
+    run_parser.add_argument(
+        "--commit", help="recorded where the source tree has no git folder to tell it"
+    )
     run_parser.add_argument("--no-report", action="store_true", help="write the lines only")
     parser = _add(actions, "compare", "compare two runs; exit code 3 if the second is slower")
     parser.add_argument("before", type=Path, help="JSON lines file, or the folder of a run")
@@ -106,13 +114,14 @@ def _run(args: argparse.Namespace) -> int:
     spec = _spec(args)
     together = join_others()
     words = getattr(args, "words", ["ep-dispatcher", "bench", "run"])
-    log = ResultLog(args.out / LINES, words)
+    log = ResultLog(args.out / LINES, words, **({"commit": args.commit} if args.commit else {}))
     leads = together is None or together.leads
     bench = Bench(
         spec=spec,
         log=log,
         together=together,
         budget_s=args.budget,
+        recover=args.recover,
         tell=lambda outcome: console.print(_progress(outcome), highlight=False, soft_wrap=True),
     )
     outcomes = bench.run()

@@ -31,6 +31,8 @@ _WORK = (
     "alignment",
     "num_sms",
     "chunk_tokens",
+    "combine",
+    "duplicates",
     "seed",
 )
 

@@ -8,8 +8,10 @@ own process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -31,6 +33,7 @@ from ep_dispatcher.errors import ConfigError
 
 _POLL_S = 0.05
 _GRACE_S = 10.0  # for the peers of a rank that has ended badly
+_RECOVERY_S = 60.0
 _SHORT = 2000  # characters of a rank's standard error that are looked through
 
 
@@ -145,6 +148,7 @@ class Launch:
         method: how to measure, and the limits.
         sharing_ranks: ranks that share a device.
         deadline: time.monotonic() at which the whole run must have ended; None for never.
+        recover: command that puts the machine right after processes have ended badly.
     """
 
     backend: str
@@ -153,6 +157,7 @@ class Launch:
     method: Method
     sharing_ranks: int = 1
     deadline: float | None = None
+    recover: str | None = None
 
     def run(self, team: Team) -> list[Outcome]:
         """Run all works; returns their outcomes in order, at every launcher."""
@@ -196,9 +201,16 @@ class Launch:
             why = processes.watch(self.method.time_limit_s, self.deadline)
         finally:
             processes.end()  # also when this process is interrupted
+        if why is not None and self.recover is not None:
+            self._recover(self.recover)
         told = team.gather(_read_results(folder, first, len(self.works), team.local_ranks))
         reasons = [reason for reason in team.gather(why) if reason is not None]
         return self._merge(first, told, reasons)
+
+    def _recover(self, command: str) -> None:
+        """Run the command; its failure shows in what the next processes say."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(shlex.split(command), timeout=_RECOVERY_S, check=False)
 
     def _merge(
         self, first: int, told: list[dict[str, Any]], reasons: list[str]

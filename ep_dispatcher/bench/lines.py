@@ -20,6 +20,7 @@ PHASES = (
     "unpermute",
     "combine_backward",
     "dispatch_backward",
+    "pair",
     "layer_forward",
     "layer_backward",
 )
@@ -60,6 +61,9 @@ def work_fields(work: Work) -> dict[str, Any]:
         del fields["skew"]
     for name in ("trace", "masked_fraction", "ffn_hidden"):
         if not fields[name]:
+            del fields[name]
+    for name in ("combine", "duplicates"):
+        if fields[name] == "auto":
             del fields[name]
     return fields
 

@@ -8,7 +8,7 @@ from typing import Any
 
 Line = dict[str, Any]
 PHASES = ("plan", "permute", "dispatch", "combine", "unpermute")
-BACKWARD_PHASES = ("combine_backward", "dispatch_backward")
+BACKWARD_PHASES = ("combine_backward", "dispatch_backward", "pair")
 LAYER_PHASES = ("layer_forward", "layer_backward")
 RATES = ("wire", "D1", "D2", "D3", "D4_send", "D4_receive", "D5_assignments", "D5_pairs")
 _SETTING = (
@@ -37,6 +37,15 @@ class Table:
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+
+
+def with_knobs(line: Line) -> Line:
+    """A line whose backend is named with the knobs of its own that were set.
+
+    Example: backend "ep_dispatcher/device", combine "push" -> "ep_dispatcher/device, push".
+    """
+    words = [str(line[name]) for name in ("combine", "duplicates") if name in line]
+    return line | {"backend": ", ".join([line["backend"], *words])}
 
 
 def timed(lines: Sequence[Line]) -> list[Line]:
@@ -77,7 +86,11 @@ def phase_table(lines: Sequence[Line]) -> list[Table]:
         mine = [line for line in lines if setting_of(line) == setting]
         rows = [row for key in _variants(mine) for row in _phase_rows(mine, key)]
         head = ("backend", "SMs", *(*PHASES, *BACKWARD_PHASES, *LAYER_PHASES), "round trip")
-        note = "Microseconds, median / 95th percentile of the slowest rank of each round."
+        note = (
+            "Microseconds, median / 95th percentile of the slowest rank of each round. Pair: "
+            "dispatch, combine and the backward of both, back to back, all permutes included. "
+            "Round trip: the medians of plan to unpermute, added."
+        )
         tables.append(Table(setting_words(mine[0]), head, tuple(rows), note))
     return tables
 

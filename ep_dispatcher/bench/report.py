@@ -16,6 +16,7 @@ from ep_dispatcher.bench.page_data import (
     proof_table,
     rate_table,
     refusal_table,
+    with_knobs,
 )
 from ep_dispatcher.bench.plots import Plot, make_plots
 from ep_dispatcher.errors import ConfigError
@@ -44,7 +45,7 @@ def write_pages(lines: Sequence[Line], folder: Path) -> list[Path]:
     if not lines:
         raise ConfigError("there are no recorded lines to report on")
     folder.mkdir(parents=True, exist_ok=True)
-    shown = [line for line in lines if "routing" in line]
+    shown = [with_knobs(line) for line in lines if "routing" in line]
     plots = make_plots(shown)
     for plot in plots:
         (folder / f"{plot.name}.png").write_bytes(plot.png)

@@ -7,6 +7,7 @@ in here, the others by the caller.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -120,8 +121,20 @@ def describe_versions() -> dict[str, str]:
         if found is not None:
             versions[name] = found
     if torch.cuda.is_available():
-        versions["nccl"] = torch_nccl_version()
+        versions["nccl"] = loaded_nccl_version()
     return versions
+
+
+def loaded_nccl_version() -> str:
+    """Version of the NCCL in this process, which another one preloaded may have taken over."""
+    number = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return torch_nccl_version()
+    if failed:
+        return torch_nccl_version()
+    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 def torch_nccl_version() -> str:

@@ -15,8 +15,8 @@ from ep_dispatcher.bench.backends import find_opener
 from ep_dispatcher.bench.backends.base import Place, Session
 from ep_dispatcher.bench.ceiling import measure_ceilings
 from ep_dispatcher.bench.check import Checker, WrongResult
-from ep_dispatcher.bench.experts import Experts
 from ep_dispatcher.bench.inputs import make_inputs
+from ep_dispatcher.bench.layer import Layer
 from ep_dispatcher.bench.spec import Method, Work
 from ep_dispatcher.bench.stopwatch import Stopwatch
 from ep_dispatcher.bench.usage import PeakMemory, count_calls, memory_in_use, read_clocks
@@ -120,6 +120,7 @@ class Runner:
         found = peak.read()
         if found is not None:
             self.result.memory["peak_bytes"] = found
+        del given  # a second set need not fit in the memory that `place` takes from
         self._one_by_one(session, checker, checked=True)
         self.result.max_error = checker.max_error
         if self._work.ffn_hidden:
@@ -150,11 +151,13 @@ class Runner:
         """Every call once, untimed; each result is compared; returns what other rounds are fed."""
         inputs = self._inputs
         session.plan(_no_lap)
-        received = session.dispatch(inputs.x, inputs.topk_weights, _no_lap)
+        received = session.dispatch(inputs.x, inputs.topk_weights, _no_lap).with_counts_on_cpu()
         self.result.received_rows = int(received.tokens_per_expert.sum())
         if checked:
             checker.dispatch(received)
-        given = _Given(checker.expert_out(received), *checker.grad_rows(received))
+        grad_rows, grad_weights = checker.grad_rows(received)
+        expert_out = session.place(checker.expert_out(received))
+        given = _Given(expert_out, session.place(grad_rows), grad_weights)
         out = session.combine(given.expert_out, _no_lap)
         if checked:
             checker.combine(out)
@@ -205,38 +208,36 @@ class Runner:
             session.combine_backward(inputs.grad_out, watch.lap)
             watch.begin()
             session.dispatch_backward(given.grad_rows, given.grad_weights, watch.lap)
+            watch.begin()
+            self._pair(session, given)
+            watch.lap("pair")
+
+    def _pair(self, session: Session, given: _Given) -> None:
+        """Dispatch and combine, then the backward of both, with nothing between them."""
+        inputs = self._inputs
+        session.dispatch(inputs.x, inputs.topk_weights, _no_lap)
+        session.combine(given.expert_out, _no_lap)
+        session.combine_backward(inputs.grad_out, _no_lap)
+        session.dispatch_backward(given.grad_rows, given.grad_weights, _no_lap)
 
     def _time_layer(self, session: Session) -> None:
-        """Plan, dispatch, experts and combine as one phase, and its backward as another."""
-        local = self._work.num_experts // self._work.ranks
-        experts = Experts(self._work, local, self._place.device)
+        """The whole layer's forward as one phase, and its backward as another; checked first."""
+        layer = Layer(session, self._work, self._place, self._inputs)
+        layer.check()
+        watch = self._watch
         for number in range(self._method.warmup + self._method.rounds):
-            self._layer_round(session, experts)
-            times = self._watch.read()
+            watch.begin()
+            layer.forward()
+            watch.lap("layer_forward")
+            if session.has_backward:
+                watch.begin()
+                layer.backward()
+                watch.lap("layer_backward")
+            times = watch.read()
             if number >= self._method.warmup:
                 for phase, us in times.items():
                     self.result.times_us.setdefault(phase, []).append(us)
-        self._watch.read_host()
-
-    def _layer_round(self, session: Session, experts: Experts) -> None:
-        """The whole layer once, forward and, where there is one, backward."""
-        watch, inputs = self._watch, self._inputs
-        watch.begin()
-        session.plan(_no_lap)
-        received = session.dispatch(inputs.x, inputs.topk_weights, _no_lap)
-        assert received.weights is not None
-        rows = received.rows.detach().requires_grad_()
-        weights = received.weights.detach().requires_grad_()
-        expert_out = experts(rows, weights, received)
-        session.combine(expert_out.detach(), _no_lap)
-        watch.lap("layer_forward")
-        if not session.has_backward:
-            return
-        watch.begin()
-        grad_out = session.combine_backward(inputs.grad_out, _no_lap)
-        grads = torch.autograd.grad(expert_out, [rows, weights, *experts.matrices], grad_out)
-        session.dispatch_backward(grads[0], grads[1], _no_lap)
-        watch.lap("layer_backward")
+        watch.read_host()
 
     def _compare_bits(self, session: Session, given: _Given) -> None:
         """Compare this package's tier with its reference tier, bit for bit."""

@@ -30,6 +30,7 @@ class Bench:
         log: where lines go; used by the leader only.
         together: the other launchers under torchrun or SLURM, else None.
         budget_s: seconds that the whole run may take; works that come too late get a row.
+        recover: command to run after processes have ended badly, before others start.
         tell: called with each outcome, to show progress.
     """
 
@@ -37,6 +38,7 @@ class Bench:
     log: ResultLog
     together: Together | None = None
     budget_s: float | None = None
+    recover: str | None = None
     tell: Tell = lambda outcome: None
 
     def __post_init__(self) -> None:
@@ -77,6 +79,7 @@ class Bench:
             method=self.spec.method,
             sharing_ranks=self._sharing_ranks(ranks),
             deadline=deadline,
+            recover=self.recover,
         )
         return launch.run(team)
 

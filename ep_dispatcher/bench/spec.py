@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ep_dispatcher.config import EpConfig, MoeShape, Tuning
+from ep_dispatcher.config import Combine, Duplicates, EpConfig, MoeShape, Tuning
 from ep_dispatcher.errors import ConfigError
 
 MIN_ROUNDS = 20
@@ -44,6 +44,8 @@ class Work:
         alignment: rows of each expert are padded to a multiple of this.
         num_sms: SM budget of communication, a rank; backends without such a knob say so.
         chunk_tokens: tokens that travel under one flag, where a backend has such a knob.
+        combine: "push", "gather" or "auto", this package's device tier only; see `Tuning`.
+        duplicates: "sender", "receiver" or "auto", likewise.
         ffn_hidden: inner size of the experts of the whole layer; 0 leaves the layer out.
         seed: of routing and rows.
     """
@@ -62,6 +64,8 @@ class Work:
     alignment: int = 1
     num_sms: int = 16
     chunk_tokens: int = 64
+    combine: Combine = "auto"
+    duplicates: Duplicates = "auto"
     ffn_hidden: int = 0
     seed: int = 0
 
@@ -102,7 +106,12 @@ class Work:
             alignment=self.alignment,
             virtual_domain_size=self.ranks // self.domains if self.domains > 1 else None,
             tier=tier,
-            tuning=Tuning(num_sms=self.num_sms, chunk_tokens=self.chunk_tokens),
+            tuning=Tuning(
+                num_sms=self.num_sms,
+                chunk_tokens=self.chunk_tokens,
+                combine=self.combine,
+                duplicates=self.duplicates,
+            ),
         )
 
     @property
@@ -123,7 +132,12 @@ class Work:
             words.append(f"masked {self.masked_fraction:g}")
         if self.domains > 1:
             words.append(f"domains {self.domains}")
-        return " ".join(words)
+        return " ".join([*words, *self.knobs()])
+
+    def knobs(self) -> list[str]:
+        """Words for the knobs of this package that were set."""
+        named = (("combine", self.combine), ("copies by", self.duplicates))
+        return [f"{name} {value}" for name, value in named if value != "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)

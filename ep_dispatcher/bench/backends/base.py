@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
@@ -38,14 +38,22 @@ class Received:
     Attributes:
         rows: [R, H], local expert by local expert.
         weights: [R] fp32 router weight of each row; None where the backend brings none.
-        tokens_per_expert: [L] int64 on the CPU, rows of each local expert without padding.
-        segment_rows: [L] int64 on the CPU, the same with padding; R or less in total.
+        tokens_per_expert: [L] int64 on any device, rows of each local expert without padding.
+        segment_rows: [L] int64 likewise, the same with padding; R or less in total.
     """
 
     rows: Tensor
     weights: Tensor | None
     tokens_per_expert: Tensor
     segment_rows: Tensor
+
+    def with_counts_on_cpu(self) -> Received:
+        """The same with both counts on the CPU; waits for the device."""
+        return replace(
+            self,
+            tokens_per_expert=self.tokens_per_expert.to("cpu", torch.int64),
+            segment_rows=self.segment_rows.to("cpu", torch.int64),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +121,10 @@ class Session(Protocol):
         """[T, H] to the experts."""
         ...
 
+    def place(self, rows: Tensor) -> Tensor:
+        """The same [R, H] values where the calls that take rows home need no copy of them."""
+        ...
+
     def combine(self, expert_out: Tensor, lap: Lap) -> Tensor:
         """[R, H] back home, summed: [T, H]."""
         ...
@@ -130,6 +142,14 @@ class Session(Protocol):
     def close(self) -> None:
         """Free everything; collective."""
         ...
+
+
+class TakesAnyRows:
+    """A session that takes rows home from wherever they lie."""
+
+    def place(self, rows: Tensor) -> Tensor:
+        """See `Session.place`."""
+        return rows
 
 
 Opener = Callable[[Work, Place], Session]

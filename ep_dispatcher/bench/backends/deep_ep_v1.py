@@ -18,6 +18,7 @@ from ep_dispatcher.bench.backends.base import (
     Place,
     Received,
     Refused,
+    TakesAnyRows,
     Wire,
     class_name,
     file_of,
@@ -29,7 +30,7 @@ from ep_dispatcher.bench.backends.base import (
 from ep_dispatcher.bench.spec import Work
 
 
-class DeepEpSession:
+class DeepEpSession(TakesAnyRows):
     """See `Session`."""
 
     layout: Layout = "flat"

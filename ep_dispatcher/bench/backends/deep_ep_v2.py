@@ -18,6 +18,7 @@ from ep_dispatcher.bench.backends.base import (
     Place,
     Received,
     Refused,
+    TakesAnyRows,
     Wire,
     class_name,
     file_of,
@@ -29,7 +30,7 @@ from ep_dispatcher.bench.backends.base import (
 from ep_dispatcher.bench.spec import Work
 
 
-class ElasticSession:
+class ElasticSession(TakesAnyRows):
     """See `Session`."""
 
     layout: Layout = "expert_major"

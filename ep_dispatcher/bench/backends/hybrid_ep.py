@@ -14,6 +14,7 @@ from ep_dispatcher.bench.backends.base import (
     Place,
     Received,
     Refused,
+    TakesAnyRows,
     Wire,
     class_name,
     file_of,
@@ -27,7 +28,7 @@ from ep_dispatcher.bench.backends.base import (
 from ep_dispatcher.bench.spec import Work
 
 
-class HybridSession:
+class HybridSession(TakesAnyRows):
     """See `Session`."""
 
     layout: Layout = "expert_major"

@@ -20,6 +20,7 @@ from ep_dispatcher.bench.backends.base import (
     Place,
     Received,
     Refused,
+    TakesAnyRows,
     Wire,
     class_name,
     file_of,
@@ -40,7 +41,7 @@ _CLASSES = {
 _WIRES: dict[str, Wire] = {"alltoall": "by_copy", "allgather": "all_gather", "flex": "deduplicated"}
 
 
-class MegatronSession:
+class MegatronSession(TakesAnyRows):
     """See `Session`."""
 
     layout: Layout = "expert_major"
@@ -107,7 +108,7 @@ class MegatronSession:
         rows, tokens_per_expert, probs = steps.dispatch_postprocess(rows, probs)
         lap("permute")
         self._kept = [rows_in, probs_in, rows, probs]
-        counts = torch.as_tensor(tokens_per_expert).to("cpu", torch.int64)
+        counts = torch.as_tensor(tokens_per_expert)
         return Received(
             rows=rows.detach(),
             weights=probs.detach().float(),

@@ -22,6 +22,7 @@ from ep_dispatcher.bench.backends.base import (
     Place,
     Received,
     Refused,
+    TakesAnyRows,
     Wire,
     class_name,
     file_of,
@@ -54,7 +55,7 @@ class Buffers:
     grad_weights: Tensor
 
 
-class NcclEpSession:
+class NcclEpSession(TakesAnyRows):
     """See `Session`."""
 
     layout: Layout = "expert_major"
@@ -145,7 +146,7 @@ class NcclEpSession:
             rows=buffers.rows,
             weights=buffers.weights,
             tokens_per_expert=self._real,
-            segment_rows=self._segments.cpu(),
+            segment_rows=self._segments,
         )
 
     def combine(self, expert_out: Tensor, lap: Lap) -> Tensor:

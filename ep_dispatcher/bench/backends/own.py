@@ -26,7 +26,7 @@ from ep_dispatcher.bench.spec import Work
 from ep_dispatcher.errors import EpError
 from ep_dispatcher.memory import persistent_bytes
 
-_OUTPUTS = 4  # recv rows and gradient rows of a round, and of the one before
+_OUTPUTS = 7  # recv rows and gradient rows of a round, those fed to it, and some for the next
 _WEIGHT_BYTES = 4
 _SMALLEST_OUTPUT_BYTES = 64 << 20
 
@@ -56,11 +56,15 @@ class OwnSession:
     def identity(self) -> Identity:
         """Tier and the class that serves it."""
         backend = self._group._open_backend()
+        notes = [f"tier {self._group.tier}", "called through EPGroup and autograd"]
+        form = getattr(backend, "combine_form", None)
+        if form is not None:
+            notes.append(f"combine {form}; its rows lie where empty_rows puts them")
         return Identity(
             classes=(class_name(self._group), class_name(backend)),
             files=(file_of(ep_dispatcher),),
             versions={"ep_dispatcher": ep_dispatcher.__version__},
-            notes=(f"tier {self._group.tier}", "called through EPGroup and autograd"),
+            notes=tuple(notes),
         )
 
     def prepare(self, topk_idx: Tensor, topk_weights: Tensor) -> None:
@@ -85,9 +89,14 @@ class OwnSession:
         return Received(
             rows=rows.detach(),
             weights=weights.detach(),
-            tokens_per_expert=plan.tokens_per_expert.cpu(),
-            segment_rows=plan.padded_tokens_per_expert.cpu(),
+            tokens_per_expert=plan.tokens_per_expert,
+            segment_rows=plan.padded_tokens_per_expert,
         )
+
+    def place(self, rows: Tensor) -> Tensor:
+        """See `Session.place`."""
+        mine = self._group.empty_rows(self._the_plan())
+        return mine.copy_(rows)
 
     def combine(self, expert_out: Tensor, lap: Lap) -> Tensor:
         """See `Session.combine`."""

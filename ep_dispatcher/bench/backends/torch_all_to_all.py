@@ -18,6 +18,7 @@ from ep_dispatcher.bench.backends.base import (
     Layout,
     Place,
     Received,
+    TakesAnyRows,
     Wire,
     class_name,
     file_of,
@@ -48,7 +49,7 @@ class Routes:
     tokens_per_expert: Tensor
 
 
-class TorchSession:
+class TorchSession(TakesAnyRows):
     """See `Session`."""
 
     layout: Layout = "expert_major"
