@@ -50,6 +50,17 @@ class Backend(Protocol):
         """Uninitialised rows [R, H] that `combine` takes without a copy; not collective."""
         ...
 
+    def check(self) -> None:
+        """Raise what earlier calls have met since they returned; waits for nothing.
+
+        Raises:
+            EpTimeoutError: a wait has expired.
+            RoutingError: static mode: an earlier routing of this rank named an expert that is not
+                there; that slot counted as dropped.
+            AgreementError: static mode: the same of another rank, or alignments differed.
+        """
+        ...
+
     def close(self, *, failed: bool = False) -> None:
         """Free what the tier holds; collective where the tier says so.
 

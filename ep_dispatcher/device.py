@@ -28,6 +28,7 @@ _FORM_CODES = {"push": 0, "gather": 1}  # EpCombineForm
 _DUPLICATE_CODES = {"sender": 0, "receiver": 1}  # EpDuplicate
 _MAX_TOPK = 64  # EP_MAX_TOPK
 _REFUSED_ALIGNMENT = 4095  # no power of two, so no rank can have asked for it
+_TICKET_BYTES = 8
 _WAIT_SLICE_S = 0.05
 _HOST_SLACK_S = 0.5  # the GPU's deadline comes first and says more
 
@@ -117,14 +118,14 @@ class DeviceBackend:
 
     def plan(self, topk_idx: Tensor | None, alignment: int, refusal: str | None) -> Plan | None:
         """See `Backend.plan`; a refusing rank takes part with an alignment that nobody else has."""
-        self._session.check()
+        self.check()
         if topk_idx is None:
             assert refusal is not None
             topk_idx = torch.empty(0, 1, dtype=torch.int64, device=self._session.device)
             alignment = _REFUSED_ALIGNMENT
         routing = self._padded(self._on_device("topk_idx", topk_idx), -1)
         tensors, pointers = self._plan_memory(len(routing))
-        self._route(routing, pointers, alignment)
+        self._route(routing, pointers, alignment, refusal is None)
         if refusal is not None:
             return None
         num_rows = self._config.recv_capacity_rows
@@ -157,7 +158,7 @@ class DeviceBackend:
         self, plan: Plan, x: Tensor, topk_weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """See `Backend.dispatch`."""
-        self._session.check()
+        self.check()
         x = _aligned(self._on_device("x", x))
         shape, rows = self._config.shape, plan.num_recv_rows
         outputs = self._session.outputs
@@ -179,7 +180,7 @@ class DeviceBackend:
         self, plan: Plan, expert_out: Tensor, row_weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """See `Backend.combine`."""
-        self._session.check()
+        self.check()
         expert_out = _aligned(self._on_device("expert_out", expert_out))
         expert_out = self._reachable(expert_out)
         shape, outputs = self._config.shape, self._session.outputs
@@ -218,22 +219,32 @@ class DeviceBackend:
         return self._session.outputs.holding(values)
 
     def check(self) -> None:
-        """Raise EpTimeoutError if a wait of this rank has expired; waits for nothing."""
+        """See `Backend.check`."""
         self._session.check()
+        if self._config.recv_capacity_rows is None:
+            return
+        letter = self._module.read_mailbox(self._mailbox.data_ptr())
+        if letter.ticket:
+            self._mailbox[:_TICKET_BYTES] = 0
+            self._refuse(letter, "than ours in an earlier plan")
 
     def close(self, *, failed: bool = False) -> None:
         """Free the tier; collective, unless something has failed or a fault ended the group."""
         self._session.close(failed=failed)
 
-    def _route(self, routing: Tensor, pointers: Any, alignment: int) -> None:  # noqa: ANN401
-        """Launch `route`; in eager mode it answers in the mailbox."""
+    def _route(self, routing: Tensor, pointers: Any, alignment: int, asks: bool) -> None:  # noqa: ANN401
+        """Launch `route`; where the host asks, it answers in the mailbox.
+
+        In static mode it does so only if the routing must not be used: `check` looks.
+        """
         capacity = self._config.recv_capacity_rows
         call = self._module.RouteArgs(self._session.context, pointers)
         call.topk_idx, call.alignment = routing.data_ptr(), alignment
         call.capacity_rows = -1 if capacity is None else capacity
-        if capacity is None:
+        if asks:
             self._ticket += 1
             call.mailbox, call.ticket = self._mailbox.data_ptr(), self._ticket
+            call.only_refusals = int(capacity is not None)
         self._module.route(call, self._stream())
 
     def _wait_for_letter(self, alignment: int) -> Any:  # noqa: ANN401
@@ -242,6 +253,16 @@ class DeviceBackend:
         if not self._answered(address):
             self._session.raise_expired("route: counts")
         letter = self._module.read_mailbox(address)
+        self._refuse(letter, f"than {alignment}, so no rank may go on")
+        return letter
+
+    def _refuse(self, letter: Any, consequence: str) -> None:  # noqa: ANN401
+        """Raise if a routing must not be used.
+
+        Raises:
+            RoutingError: this rank's names an expert that is not there.
+            AgreementError: another rank's does, or alignments differ.
+        """
         if letter.bad_token >= 0:
             raise RoutingError(
                 f"topk_idx[{letter.bad_token}] names expert {letter.bad_expert}; it must be in "
@@ -250,9 +271,8 @@ class DeviceBackend:
         if letter.refused_rank >= 0:
             raise AgreementError(
                 f"rank {letter.refused_rank} refused its routing or passed an alignment other "
-                f"than {alignment}, so no rank may go on; its own error says more"
+                f"{consequence}; its own error says more"
             )
-        return letter
 
     def _segment_rows(self, alignment: int) -> Tensor:
         """[L] int64, rows of each local expert with padding, from the letter just read."""

@@ -130,10 +130,12 @@ class DeviceSession:
     def _describe_fault(self) -> EpTimeoutError:
         fault = self.module.read_fault(self.fault_address)
         phase = PHASES[fault.phase]
+        detail = f"channel {fault.channel}: expected {fault.expected}, seen {fault.seen}"
+        if fault.rank != self.context.ep_rank:
+            detail = "told by that rank"
         return EpTimeoutError(
             f"rank {fault.rank} waited {self._timeout_s} s for rank {fault.peer} in {phase!r} "
-            f"(channel {fault.channel}: expected {fault.expected}, seen {fault.seen}); this "
-            "group is finished: close it and make a new one",
+            f"({detail}); this group is finished: close it and make a new one",
             rank=fault.rank,
             peer=fault.peer,
             phase=phase,
@@ -141,7 +143,7 @@ class DeviceSession:
 
     def _filed_by(self) -> int:
         """The rank that told this one of its fault, -1 for none; waits for the GPU."""
-        return int(self._arena.read_word(self.context.window.error)) - 1
+        return int(self._arena.read_word(self.context.window.error) & _ERROR_RANK_MASK) - 1
 
 
 def open_session(
@@ -181,6 +183,7 @@ def open_session(
 
 
 _ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
+_ERROR_RANK_MASK = 0xFFFF  # who filed; see args.h
 _HEAP_ALIGNMENT_BYTES = 4096
 
 

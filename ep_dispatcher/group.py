@@ -200,6 +200,17 @@ class EPGroup:
         self._check_plan(plan)
         return backend.empty_rows(plan)
 
+    def check(self) -> None:
+        """Raise what earlier calls have met on the device since they returned; waits for nothing.
+
+        Every other call checks first; this one is for those who replay a CUDA graph.
+
+        Raises:
+            EpTimeoutError: a rank did not come in time; the group is finished.
+            RoutingError, AgreementError: static mode: an earlier routing must not be used.
+        """
+        self._open_backend().check()
+
     def close(self, *, failed: bool = False) -> None:
         """Free what the tier holds; collective; a second call does nothing.
 

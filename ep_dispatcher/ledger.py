@@ -100,6 +100,10 @@ class LedgerBackend:
         """See `Backend.empty_rows`."""
         return self._inner.empty_rows(plan)
 
+    def check(self) -> None:
+        """See `Backend.check`; no part of the order."""
+        self._inner.check()
+
     def close(self, *, failed: bool = False) -> None:
         """See `Backend.close`; compares what is left, unless a rank leaves early."""
         try:

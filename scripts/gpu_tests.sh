@@ -45,7 +45,7 @@ part_windows() { # processes, by the number of ranks
   start_mps || return
   local ranks
   for ranks in 4 2 8; do
-    check "windows $ranks ranks" 200 "${TESTS[@]}" tests/test_device.py -k "$ranks ranks"
+    check "windows $ranks ranks" 200 "${TESTS[@]}" tests/test_device.py -k "${ranks}ranks"
   done
   check "native module, host" 120 "${TESTS[@]}" tests/test_native.py
   stop_mps

@@ -295,6 +295,29 @@ def bad_routing(process_group: dist.ProcessGroup, case: Case) -> tuple[str, str,
         return kind, message, differences(run_once(group, given), want)
 
 
+def bad_static_routing(process_group: dist.ProcessGroup, case: Case) -> tuple[str, str, list[str]]:
+    """Static mode does not wait, so a bad id drops its slot and the next call tells of it."""
+    with (
+        EPGroup.create(process_group, case.config("device")) as group,
+        EPGroup.create(process_group, case.config("reference")) as reference,
+    ):
+        given = inputs(case, group.ep_rank)
+        bad, dropped = given.topk_idx.clone(), given.topk_idx.clone()
+        if group.ep_rank == 1:
+            bad[3, 1], dropped[3, 1] = case.num_experts, -1
+        got, want = group.plan(bad), reference.plan(dropped)
+        found = [name for name in PLAN_FIELDS
+                 if not same_bits(getattr(got, name), getattr(want, name))]  # fmt: skip
+        torch.cuda.synchronize()
+        kind, message = "", ""
+        try:
+            group.check()
+        except (RoutingError, AgreementError) as error:
+            kind, message = type(error).__name__, str(error)
+        found += differences(run_once(group, given), run_once(reference, given))
+        return kind, message, found
+
+
 class Waited(NamedTuple):
     """How a rank fared whose group lacked a rank; no phase: it raised nothing."""
 

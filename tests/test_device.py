@@ -19,7 +19,7 @@ SMALL_HEAP = Case(kind="even", hidden=4096, tokens=(256,) * 4, output_bytes=32 <
 STATIC = Case(tokens=(64, 32, 48, 64), capacity=512, num_topk=2, alignment=16)
 
 
-@pytest.fixture(scope="module", params=[4, 2, 8], ids=["4 ranks", "2 ranks", "8 ranks"])
+@pytest.fixture(scope="module", params=[4, 2, 8], ids=["4ranks", "2ranks", "8ranks"])
 def world(request: pytest.FixtureRequest) -> Iterator[ProcessWorld]:
     """Processes that stay up for all tests."""
     with ProcessWorld(request.param) as started:
@@ -101,6 +101,13 @@ def test_a_bad_expert_id_stops_all_ranks_and_the_group_goes_on(world: ProcessWor
     for rank, (kind, message, differ) in enumerate(world.run(cases.bad_routing, Case())):
         assert kind == ("RoutingError" if rank == 1 else "AgreementError")
         assert ("expert 16" if rank == 1 else "rank 1") in message
+        assert not differ
+
+
+def test_a_bad_expert_id_in_static_mode_is_told_by_the_next_call(world: ProcessWorld) -> None:
+    for rank, (kind, message, differ) in enumerate(world.run(cases.bad_static_routing, STATIC)):
+        assert kind == ("RoutingError" if rank == 1 else "AgreementError")
+        assert ("topk_idx[3] names expert 16" if rank == 1 else "rank 1") in message
         assert not differ
 
 

@@ -160,6 +160,26 @@ def test_route_needs_two_buffers(mutation: int) -> None:
     assert failed == (mutation != 0)
 
 
+@pytest.mark.parametrize("mutation", [0, 4])
+def test_route_needs_its_grid_barrier(mutation: int) -> None:
+    """Claim O4 of route: a block of rank 3 is late, and the others would take its old counts."""
+    world = _warm_world()
+    _mutate(world, mutation)
+    work = new_round(world, "skewed", seed=1)
+    plans = route(world, work)
+    assert _fails(lambda: check_plans(world, work, plans)) == (mutation != 0)
+
+
+@pytest.mark.parametrize("mutation", [0, 15])
+def test_dispatch_needs_its_stages_to_be_read_before_they_are_loaded(mutation: int) -> None:
+    """Claim O4 of dispatch: many stores wait in line, each still has to read its stage."""
+    world = _warm_world(hidden=3584, num_topk=16, num_experts=32, max_tokens=512, num_channels=1)
+    work = new_round(world, "uniform")
+    plans = route(world, work)
+    _mutate(world, mutation)
+    assert _fails(lambda: check_rows(work, dispatch(world, work, plans))) == (mutation != 0)
+
+
 def _rows_at_the_end_of_each_kernel(
     world: OneGpuWorld, work: Round
 ) -> Sequence[tuple[Tensor, Tensor | None]]:

@@ -121,6 +121,7 @@ void check_call(Checker* check, const EpRouteArgs& args) {
   check->pointer("topk_idx", args.topk_idx, args.plan.num_tokens > 0);
   check->range("alignment", args.alignment, 1, 4096);
   check->range("capacity_rows", args.capacity_rows, -1, kMaxRows);
+  check->range("only_refusals", args.only_refusals, 0, 1);
 }
 
 void check_call(Checker* check, const EpDispatchArgs& args) {

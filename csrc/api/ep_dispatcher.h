@@ -87,7 +87,7 @@ typedef struct EpWindowShape {
  * memory of the rank that reads it. The user's output rows start anywhere at or after
  * total_bytes. */
 typedef struct EpWindowLayout {
-  int64_t error;          /* u64: 1 + the rank that filed a fault; 0 while all is well */
+  int64_t error;          /* u64: who filed a fault and whom it missed; 0 while all is well */
   int64_t local;          /* epochs and barriers of this rank's own blocks */
   int64_t route_flag;     /* u64 [P][C] epoch: counts and records of source p, block c, are here */
   int64_t dispatch_ready; /* EpReady [P]: peer p has entered dispatch, its rows start there */
@@ -178,9 +178,9 @@ typedef struct EpRouteArgs {
   const int64_t* topk_idx; /* [T, K] in [-1, E); -1 marks a dropped slot */
   int64_t capacity_rows;   /* static mode: rows of every receiver; -1: no bound */
   int32_t alignment;       /* rows of each expert are padded to a multiple of this */
-  int32_t reserved;
-  EpMailbox* mailbox; /* pinned; NULL if the host does not ask */
-  uint64_t ticket;    /* not 0, another one for each call that uses this mailbox */
+  int32_t only_refusals;   /* 1: the mailbox is written only if the plan must not be used */
+  EpMailbox* mailbox;      /* pinned; NULL if the host does not ask */
+  uint64_t ticket;         /* not 0, another one for each call that uses this mailbox */
 } EpRouteArgs;
 
 typedef struct EpDispatchArgs {

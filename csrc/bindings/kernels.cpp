@@ -168,6 +168,7 @@ void bind_calls(py::module_& module) {
   pointer(route, "mailbox", &EpRouteArgs::mailbox);
   route.def_readwrite("capacity_rows", &EpRouteArgs::capacity_rows)
       .def_readwrite("alignment", &EpRouteArgs::alignment)
+      .def_readwrite("only_refusals", &EpRouteArgs::only_refusals)
       .def_readwrite("ticket", &EpRouteArgs::ticket);
   auto dispatch = bind_args<EpDispatchArgs>(module, "DispatchArgs");
   pointer(dispatch, "x", &EpDispatchArgs::x);

@@ -52,6 +52,26 @@ constexpr uint64_t kProgressAll = (1ull << kProgressBits) - 1;
 // partial_full and partial_free: epoch and record index plus one.
 constexpr int kPartialBits = 24;
 
+// error: the rank that filed a fault, plus one; above it the peer and the phase of its wait.
+constexpr int kErrorPartBits = 16;
+
+EP_HOST_DEVICE constexpr uint64_t error_word(int32_t rank, int32_t peer, int32_t phase) {
+  return static_cast<uint64_t>(rank + 1) | static_cast<uint64_t>(peer) << kErrorPartBits |
+         static_cast<uint64_t>(phase) << (2 * kErrorPartBits);
+}
+EP_HOST_DEVICE constexpr int32_t error_part(uint64_t word, int part) {
+  return static_cast<int32_t>(word >> (part * kErrorPartBits) & ((1u << kErrorPartBits) - 1));
+}
+EP_HOST_DEVICE constexpr int32_t error_rank(uint64_t word) {
+  return error_part(word, 0) - 1;
+}
+EP_HOST_DEVICE constexpr int32_t error_peer(uint64_t word) {
+  return error_part(word, 1);
+}
+EP_HOST_DEVICE constexpr int32_t error_phase(uint64_t word) {
+  return error_part(word, 2);
+}
+
 // Tokens [first, end) of chunk-aligned share `channel` of `num_channels`.
 struct TokenRange {
   int64_t first, end;

@@ -244,7 +244,9 @@ __device__ void send_rows(const Sender& sender) {
       publish_progress(sender, item);
     }
     if (item + kLookahead < sender.num_items) {
-      bulk_wait_read<1>();  // O4
+      if (!mutated(sender.context, Mutation::kDispatchReuseStage)) {
+        bulk_wait_read<1>();  // O4
+      }
       __syncwarp();
       if (sender.lane == 0) {
         load_item(sender, item + kLookahead);

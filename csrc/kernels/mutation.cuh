@@ -11,10 +11,12 @@ enum class Mutation : int32_t {
   kRouteFlagFirst = 1,       // route O1
   kRouteSkipWait = 2,        // route O2
   kRouteOneBuffer = 3,       // route O3
+  kRouteSkipGrid = 4,        // route O4
   kDispatchFlagFirst = 11,   // dispatch O1
   kDispatchSkipTail = 12,    // dispatch O2
   kDispatchSkipEntry = 13,   // dispatch O3
   kDuplicateSkipWait = 14,   // dispatch O5
+  kDispatchReuseStage = 15,  // dispatch O4
   kCombineFlagFirst = 21,    // combine O1
   kCombineSkipPartial = 22,  // combine O2
   kCombineSkipCredit = 23,   // combine O3

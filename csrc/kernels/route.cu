@@ -1,9 +1,9 @@
 // route: turn topk_idx into addresses, on all ranks at once.
 //
-// Data flow   topk_idx -> counts per block -> (grid barrier) -> counts of lower blocks, so that each
-//             copy knows its index among this rank's copies of its expert -> counts and records to
-//             every peer -> (flags of all peers) -> prefix sums over ranks and experts -> targets of
-//             own copies, and the received records with their rows.
+// Data flow   topk_idx -> each copy's index among its block's copies of its expert -> (grid
+//             barrier) -> counts of lower blocks -> counts and records to every peer -> (flags of
+//             all peers) -> prefix sums over ranks and experts -> targets of own copies, and the
+//             received records with their rows.
 //             Record u of source s at rank d: the u-th token of s, in token order, that has a copy
 //             on d, and the rows of its copies there, ascending. It travels as (local expert, index)
 //             pairs, which need no counts of other ranks, so one exchange is enough.
@@ -23,41 +23,16 @@
 namespace ep {
 namespace {
 
-// Counts copies per expert and (token, rank) pairs per rank of this block's tokens.
-__device__ void count_block(const RouteBlock& block) {
-  for (int bin = threadIdx.x; bin < block.num_bins; bin += blockDim.x) {
-    block.shared.running[bin] = 0;
-  }
-  __syncthreads();
-  for (int64_t first = block.first_slot; first < block.end_slot; first += block.tile_slots()) {
-    const auto slots = static_cast<int>(min_of(block.tile_slots(), block.end_slot - first));
-    load_tile(block, first, slots);
-    for (int slot = threadIdx.x; slot < slots; slot += kRouteThreads) {
-      const Slot choice = read_slot(block, slot);
-      if (choice.expert >= 0) {
-        atomicAdd(&block.shared.running[choice.expert], 1);
-      }
-      if (choice.opens_record) {
-        atomicAdd(&block.shared.running[block.num_experts + choice.rank], 1);
-      }
-    }
-  }
-  __syncthreads();
-  int32_t* counts = block.local<int32_t>(block.context.window.block_counts);
-  for (int bin = threadIdx.x; bin < block.num_bins; bin += blockDim.x) {
-    counts[block.channel * block.num_bins + bin] = block.shared.running[bin];
-  }
-}
-
 // Waits until every block of this rank has come here.
 __device__ bool grid_barrier(const RouteBlock& block) {
   const EpContext& context = block.context;
   LocalControl* control = block.local<LocalControl>(context.window.local);
   __syncthreads();
   if (threadIdx.x == 0) {
-    store_release_sys(&control->grid_flag[block.channel], block.watch->epoch);  // O4
+    store_release_gpu(&control->grid_flag[block.channel], block.watch->epoch);  // O4
   }
-  for (int other = threadIdx.x; other < block.num_channels; other += blockDim.x) {
+  const bool skip = mutated(context, Mutation::kRouteSkipGrid);
+  for (int other = threadIdx.x; !skip && other < block.num_channels; other += blockDim.x) {
     wait_until(context, block.watch, &control->grid_flag[other], block.watch->epoch,
                {context.ep_rank, EP_PHASE_ROUTE_GRID, other});
   }
@@ -65,7 +40,7 @@ __device__ bool grid_barrier(const RouteBlock& block) {
   return block.watch->aborted == 0;
 }
 
-// Leaves the counts of lower blocks in `running` and pushes this rank's totals to its peers.
+// Finds the counts of lower blocks and pushes this rank's totals to its peers.
 __device__ void push_counts(const RouteBlock& block) {
   const EpContext& context = block.context;
   const int32_t* counts = block.local<int32_t>(context.window.block_counts);
@@ -74,13 +49,13 @@ __device__ void push_counts(const RouteBlock& block) {
     int lower = 0;
     int total = 0;
     if (bin < block.num_bins) {
-#pragma unroll 8
+#pragma unroll 16
       for (int other = 0; other < block.num_channels; ++other) {
         const int count = __ldcg(counts + other * block.num_bins + bin);
         lower += other < block.channel ? count : 0;
         total += count;
       }
-      block.shared.running[bin] = lower;
+      block.shared.lower[bin] = lower;
     } else {
       total = extra_word(block, bin - block.num_bins);
     }
@@ -88,18 +63,24 @@ __device__ void push_counts(const RouteBlock& block) {
       block.counts_of(peer, context.ep_rank)[bin] = total;
     }
   }
+  __syncthreads();
 }
 
 // Per-warp counts of a tile become the first index of each warp for each bin.
 __device__ void prefix_over_warps(const RouteBlock& block) {
   __syncthreads();
   for (int bin = threadIdx.x; bin < block.num_bins; bin += blockDim.x) {
-    int first = block.shared.running[bin];
+    int32_t* entry = block.shared.warp_first + bin;
+    int count[kRouteWarps];
+#pragma unroll
     for (int warp = 0; warp < kRouteWarps; ++warp) {
-      int32_t& entry = block.shared.warp_first[warp * block.num_bins + bin];
-      const int count = entry;
-      entry = first;
-      first += count;
+      count[warp] = entry[warp * block.num_bins];
+    }
+    int first = block.shared.running[bin];
+#pragma unroll
+    for (int warp = 0; warp < kRouteWarps; ++warp) {
+      entry[warp * block.num_bins] = first;
+      first += count[warp];
     }
     block.shared.running[bin] = first;
   }
@@ -120,7 +101,7 @@ __device__ int number_in_warp(int32_t* warp_counts, int bin) {
   return base + earlier;
 }
 
-// Gives every slot of the tile its index among this rank's copies of its expert, and every first
+// Gives every slot of the tile its index among this block's copies of its expert, and every first
 // slot of a (token, rank) pair the index of its record.
 __device__ void number_tile(const RouteBlock& block, int64_t tile_slot, int tile_slots) {
   const int warp = threadIdx.x / 32;
@@ -155,8 +136,29 @@ __device__ void number_tile(const RouteBlock& block, int64_t tile_slot, int tile
   __syncthreads();
 }
 
+// Numbers the slots of all tiles; leaves the block's counts for the others of this rank.
+__device__ void number_block(const RouteBlock& block, TileIds ids) {
+  for (int bin = threadIdx.x; bin < block.num_bins; bin += blockDim.x) {
+    block.shared.running[bin] = 0;
+  }
+  for (int64_t slot = block.first_slot; slot < block.end_slot; slot += block.tile_slots()) {
+    const int slots = block.slots_at(slot);
+    load_tile(block, ids, slot, slots);
+    const int64_t next = slot + block.tile_slots();
+    if (next < block.end_slot) {
+      ids = fetch_tile(block, next, block.slots_at(next));
+    }
+    number_tile(block, slot, slots);
+  }
+  __syncthreads();
+  int32_t* counts = block.local<int32_t>(block.context.window.block_counts);
+  for (int bin = threadIdx.x; bin < block.num_bins; bin += blockDim.x) {
+    counts[block.channel * block.num_bins + bin] = block.shared.running[bin];
+  }
+}
+
 // Writes each slot's part of its record into the staging area of the record's rank.
-__device__ void push_records(const RouteBlock& block, int tile_slots) {
+__device__ void push_records(const RouteBlock& block, int64_t tile_token, int tile_slots) {
   for (int slot = threadIdx.x; slot < tile_slots; slot += blockDim.x) {
     const int rank = block.shared.slot_rank[slot];
     if (rank < 0) {
@@ -174,25 +176,24 @@ __device__ void push_records(const RouteBlock& block, int tile_slots) {
         pair = max(pair, block.shared.slot_pair[other]);
       }
     }
-    block.entries_of(rank, block.context.ep_rank)[pair * block.record_stride + position] = entry;
+    pair += block.shared.lower[block.num_experts + rank];
+    const int lower = block.shared.lower[block.shared.slot_expert[slot]];
+    block.entries_of(rank, block.context.ep_rank)[pair * block.record_stride + position] =
+        entry + static_cast<uint32_t>(lower);
     if (position == 0) {
-      const auto token = static_cast<uint32_t>(block.tile_token + slot / block.num_topk);
+      const auto token = static_cast<uint32_t>(tile_token + slot / block.num_topk);
       block.headers_of(rank, block.context.ep_rank)[pair] = token << kRecordRowsBits | rows;
     }
   }
-  __syncthreads();
 }
 
 __device__ void push_tiles(const RouteBlock& block) {
-  RouteBlock tile = block;
   for (int64_t slot = block.first_slot; slot < block.end_slot; slot += block.tile_slots()) {
-    const auto slots = static_cast<int>(min_of(block.tile_slots(), block.end_slot - slot));
-    tile.tile_token = slot / block.num_topk;
+    const int slots = block.slots_at(slot);
     if (!block.one_tile()) {
-      load_tile(tile, slot, slots);
+      reload_tile(block, slot, slots);
     }
-    number_tile(tile, slot, slots);
-    push_records(tile, slots);
+    push_records(block, slot / block.num_topk, slots);
   }
 }
 
@@ -224,15 +225,19 @@ __device__ void exchange(const RouteBlock& block) {
     test_stall(block.context);
   }
   push_counts(block);
-  __syncthreads();
   push_tiles(block);
   publish(block);
 }
 
 __device__ void route(const EpRouteArgs& args, int channel, char* shared, Watch* watch) {
-  begin_launch(args.context, kRoute, watch);
   const RouteBlock block(args, channel, shared, watch);
-  count_block(block);
+  const TileIds ids = fetch_tile(block, block.first_slot, block.slots_at(block.first_slot));
+  load_tables(block);
+  begin_launch(args.context, kRoute, watch);
+  if (mutated(args.context, Mutation::kRouteSkipGrid) && channel == block.num_channels - 1) {
+    test_stall(args.context);
+  }
+  number_block(block, ids);
   if (grid_barrier(block)) {
     exchange(block);
     if (wait_for_peers(block)) {

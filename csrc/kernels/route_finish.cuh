@@ -35,87 +35,104 @@ struct ExpertTotals {
   uint32_t below;  // from ranks below this one
 };
 
+constexpr int kCountsAtOnce = 4;
+
+// Adds up the ranks' copies for an expert; where it is this rank's, notes the sums on the way.
 __device__ inline ExpertTotals expert_totals(const RouteBlock& block, int expert) {
+  const int me = block.context.ep_rank;
+  const bool mine = owner_rank(block, expert) == me;
+  const int local = owner_local(block, expert);
   ExpertTotals totals{0, 0};
-  for (int source = 0; source < block.num_ranks; ++source) {
-    const uint32_t count = __ldcg(block.counts_of(block.context.ep_rank, source) + expert);
-    totals.below += source < block.context.ep_rank ? count : 0;
-    totals.all += count;
+  for (int first = 0; first < block.num_ranks; first += kCountsAtOnce) {
+    uint32_t count[kCountsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kCountsAtOnce; ++i) {
+      const int source = min(first + i, block.num_ranks - 1);
+      count[i] = __ldcg(block.counts_of(me, source) + expert);
+    }
+#pragma unroll
+    for (int i = 0; i < kCountsAtOnce; ++i) {
+      const int source = first + i;
+      if (source < block.num_ranks) {
+        if (mine) {
+          block.shared.local_base[local * block.num_ranks + source] = totals.all;
+        }
+        totals.below += source < me ? count[i] : 0;
+        totals.all += count[i];
+      }
+    }
+  }
+  if (mine) {
+    block.shared.local_total[local] = totals.all;
   }
   return totals;
 }
 
-// Rows before each place of expert_order, wrapping at 2^32: differences within an owner are exact.
+// First records of every source. One whole warp calls it.
+__device__ inline void scan_records(const RouteBlock& block) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int me = block.context.ep_rank;
+  int carried = 0;
+  for (int first = 0; first < block.num_ranks; first += 32) {
+    const int source = first + lane;
+    const int own =
+        source < block.num_ranks ? __ldcg(block.counts_of(me, source) + block.num_experts + me) : 0;
+    int inclusive = own;
+    for (int step = 1; step < 32; step *= 2) {
+      const int below = __shfl_up_sync(~0u, inclusive, step);
+      inclusive += lane >= step ? below : 0;
+    }
+    if (source < block.num_ranks) {
+      block.shared.record_first[source] = carried + inclusive - own;
+    }
+    carried += __shfl_sync(~0u, inclusive, 31);
+  }
+  if (lane == 0) {
+    block.shared.record_first[block.num_ranks] = carried;
+  }
+}
+
+// Rows before each place of `order`, wrapping at 2^32: differences within an owner are exact.
 __device__ inline void scan_experts(const RouteBlock& block) {
   const auto alignment = static_cast<uint32_t>(block.args.alignment);
   uint32_t carried = 0;
+  if (threadIdx.x / 32 == kRouteWarps - 1) {
+    scan_records(block);
+  }
   for (int first = 0; first < block.num_experts; first += blockDim.x) {
     const int place = first + static_cast<int>(threadIdx.x);
     const bool valid = place < block.num_experts;
-    const int expert = valid ? __ldg(block.context.expert_order + place) : 0;
+    const int expert = valid ? block.shared.order[place] : 0;
     const ExpertTotals totals = valid ? expert_totals(block, expert) : ExpertTotals{0, 0};
     const uint32_t padded = (totals.all + alignment - 1) / alignment * alignment;
     uint32_t sum = 0;
     const uint32_t before = block_exclusive_sum(padded, block.shared.warp_sums, &sum);
     if (valid) {
       block.shared.offset[place] = carried + before;
-      block.shared.row_base[expert] = totals.below;
+      block.shared.row_base[expert] =
+          totals.below + static_cast<uint32_t>(block.shared.lower[expert]);
     }
     carried += sum;
   }
   __syncthreads();
 }
 
-// Turns `offset` into first rows on the owner and adds it to `row_base`.
-__device__ inline void anchor_rows(const RouteBlock& block) {
-  for (int place = threadIdx.x; place < block.num_experts; place += blockDim.x) {
-    const int expert = __ldg(block.context.expert_order + place);
-    const int owner = __ldg(block.context.expert_rank + expert);
-    const uint32_t start = block.shared.offset[__ldg(block.context.owner_first + owner)];
-    block.shared.row_base[expert] += block.shared.offset[place] - start;
-  }
-}
-
 // First row of local expert `local`.
 __device__ inline uint32_t local_offset(const RouteBlock& block, int local) {
-  const int first = __ldg(block.context.owner_first + block.context.ep_rank);
+  const int first = block.shared.owner_first[block.context.ep_rank];
   return block.shared.offset[first + local] - block.shared.offset[first];
 }
 
-__device__ inline int local_expert(const RouteBlock& block, int local) {
-  const int first = __ldg(block.context.owner_first + block.context.ep_rank);
-  return __ldg(block.context.expert_order + first + local);
-}
-
-// First rows of every source's copies for this rank's experts, and first records of every source.
-__device__ inline void fill_local_bases(const RouteBlock& block) {
-  const int me = block.context.ep_rank;
-  for (int local = threadIdx.x; local < block.context.num_local_experts; local += blockDim.x) {
-    uint32_t row = local_offset(block, local);
-    const int expert = local_expert(block, local);
-    for (int source = 0; source < block.num_ranks; ++source) {
-      block.shared.local_base[local * block.num_ranks + source] = row;
-      row += __ldcg(block.counts_of(me, source) + expert);
-    }
+// Adds the first rows of experts on their owners to what counts from there.
+__device__ inline void anchor_rows(const RouteBlock& block) {
+  for (int place = threadIdx.x; place < block.num_experts; place += blockDim.x) {
+    const int expert = block.shared.order[place];
+    const int start = block.shared.owner_first[owner_rank(block, expert)];
+    block.shared.row_base[expert] += block.shared.offset[place] - block.shared.offset[start];
   }
-  if (threadIdx.x < 32) {
-    int carried = 0;
-    for (int first = 0; first < block.num_ranks; first += 32) {
-      const int source = first + static_cast<int>(threadIdx.x);
-      const int own = source < block.num_ranks
-                          ? __ldcg(block.counts_of(me, source) + block.num_experts + me)
-                          : 0;
-      int inclusive = own;
-      for (int step = 1; step < 32; step *= 2) {
-        const int below = __shfl_up_sync(~0u, inclusive, step);
-        inclusive += static_cast<int>(threadIdx.x) >= step ? below : 0;
-      }
-      if (source < block.num_ranks) {
-        block.shared.record_first[source] = carried + inclusive - own;
-      }
-      carried += __shfl_sync(~0u, inclusive, 31);
-    }
-    block.shared.record_first[block.num_ranks] = carried;
+  const int entries = block.context.num_local_experts * block.num_ranks;
+  for (int entry = threadIdx.x; entry < entries; entry += blockDim.x) {
+    block.shared.local_base[entry] += local_offset(block, entry / block.num_ranks);
   }
   __syncthreads();
 }
@@ -127,9 +144,8 @@ __device__ inline int64_t capacity_of(const RouteBlock& block, int64_t demand) {
 // Rows that this rank would need without a capacity.
 __device__ inline int64_t demand_rows(const RouteBlock& block) {
   const int last = block.context.num_local_experts - 1;
-  const uint32_t copies = expert_totals(block, local_expert(block, last)).all;
-  const int64_t alignment = block.args.alignment;
-  return int64_t{local_offset(block, last)} + align_up(copies, alignment);
+  return int64_t{local_offset(block, last)} +
+         align_up(block.shared.local_total[last], block.args.alignment);
 }
 
 // The rank to blame for a plan that must not be used; -1 where all agree. One whole warp calls it.
@@ -146,21 +162,26 @@ __device__ inline int refused_rank(const RouteBlock& block) {
   return refused == block.num_ranks ? -1 : refused;
 }
 
-// Tells the host what it needs to allocate; the ticket goes last.
-__device__ inline void fill_mailbox(const RouteBlock& block, int64_t demand) {
+// Rows of a local expert that lie below the capacity.
+__device__ inline int64_t kept_rows(const RouteBlock& block, int local, int64_t capacity) {
+  const int64_t offset = min_of(local_offset(block, local), capacity);
+  return min_of(block.shared.local_total[local], capacity - offset);
+}
+
+// Tells the host what it needs to allocate, or only what is wrong; the ticket goes last.
+__device__ inline void fill_mailbox(const RouteBlock& block, int64_t demand, int64_t capacity) {
   EpMailbox* mailbox = block.args.mailbox;
+  const bool always = block.args.only_refusals == 0;
   auto* experts = reinterpret_cast<volatile int64_t*>(mailbox + 1);
-  for (int local = threadIdx.x; local < block.context.num_local_experts; local += blockDim.x) {
-    experts[local] = block.args.plan.tokens_per_expert[local];
+  for (int local = threadIdx.x; always && local < block.context.num_local_experts;
+       local += blockDim.x) {
+    experts[local] = kept_rows(block, local, capacity);
   }
+  const int refused = threadIdx.x < 32 ? refused_rank(block) : -1;
   __syncthreads();
-  if (threadIdx.x >= 32) {
-    return;
-  }
-  const int refused = refused_rank(block);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0 && (always || refused >= 0)) {
     const int64_t bad = bad_slot(block);
-    mailbox->num_rows = min_of(demand, capacity_of(block, demand));
+    mailbox->num_rows = min_of(demand, capacity);
     mailbox->demand_rows = demand;
     mailbox->num_records = block.shared.record_first[block.num_ranks];
     mailbox->bad_token = bad < 0 ? -1 : bad / block.num_topk;
@@ -176,13 +197,15 @@ __device__ inline void write_layout(const RouteBlock& block) {
   const EpPlan& plan = block.args.plan;
   const int64_t demand = demand_rows(block);
   const int64_t capacity = capacity_of(block, demand);
+  if (block.args.mailbox != nullptr) {
+    fill_mailbox(block, demand, capacity);
+  }
   for (int local = threadIdx.x; local < block.context.num_local_experts; local += blockDim.x) {
     const int64_t offset = min_of(local_offset(block, local), capacity);
-    const int64_t real = expert_totals(block, local_expert(block, local)).all;
+    const int64_t padded = align_up(block.shared.local_total[local], block.args.alignment);
     plan.expert_offsets[local] = offset;
-    plan.tokens_per_expert[local] = min_of(real, capacity - offset);
-    plan.padded_tokens_per_expert[local] =
-        min_of(align_up(real, block.args.alignment), capacity - offset);
+    plan.tokens_per_expert[local] = kept_rows(block, local, capacity);
+    plan.padded_tokens_per_expert[local] = min_of(padded, capacity - offset);
   }
   for (int source = threadIdx.x; source < block.num_ranks; source += blockDim.x) {
     plan.source_tokens[source] =
@@ -193,10 +216,6 @@ __device__ inline void write_layout(const RouteBlock& block) {
     plan.totals[1] = demand;
     plan.totals[2] = block.shared.record_first[block.num_ranks];
     plan.totals[3] = 0;
-  }
-  __syncthreads();
-  if (block.args.mailbox != nullptr) {
-    fill_mailbox(block, demand);
   }
 }
 
@@ -229,21 +248,10 @@ __device__ inline Contribution contribution(const RouteBlock& block, int slot) {
     lower += block.shared.slot_pair[other] >= 0 && other_rank < rank ? 1 : 0;
     kept = kept || (other_rank == rank && block.shared.slot_entry[other] != ~0u);
   }
-  const uint64_t word = static_cast<uint64_t>(pair) << kContributorRecordShift |
+  const int record = pair < 0 ? 0 : pair + block.shared.lower[block.num_experts + rank];
+  const uint64_t word = static_cast<uint64_t>(record) << kContributorRecordShift |
                         (kept ? 0 : kContributorVoid) | static_cast<uint64_t>(rank);
   return {pair < 0 ? -1 : lower, word};
-}
-
-// Brings back what keep_slot has kept of a tile.
-__device__ inline void reload_tile(const RouteBlock& block, int64_t tile_slot, int tile_slots) {
-  load_tile(block, tile_slot, tile_slots);
-  for (int slot = threadIdx.x; slot < tile_slots; slot += blockDim.x) {
-    const uint64_t pair = block.args.plan.contributor[tile_slot + slot];
-    block.shared.slot_entry[slot] =
-        static_cast<uint32_t>(block.args.plan.dst_row[tile_slot + slot]);
-    block.shared.slot_pair[slot] = pair == kNoContributor ? -1 : static_cast<int>(pair);
-  }
-  __syncthreads();
 }
 
 // Gives the slots of a tile their rows: `slot_entry` becomes the row, ~0 where it is dropped.
@@ -296,42 +304,88 @@ __device__ inline void place_tiles(const RouteBlock& block) {
   }
 }
 
+constexpr int kEntriesAtOnce = 8;
+
+struct Entries {
+  uint32_t entry[kEntriesAtOnce];
+};
+
+// The next entries of a record, those beyond its room left out; all loads are in flight together.
+__device__ inline Entries read_entries(const uint32_t* from, int left) {
+  Entries entries;
+  if (left >= kEntriesAtOnce && reinterpret_cast<uintptr_t>(from) % sizeof(uint4) == 0) {
+    const auto* vectors = reinterpret_cast<const uint4*>(from);
+    const uint4 low = __ldcg(vectors);
+    const uint4 high = __ldcg(vectors + 1);
+    return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
+  }
+#pragma unroll
+  for (int i = 0; i < kEntriesAtOnce; ++i) {
+    entries.entry[i] = i < left ? __ldcg(from + i) : 0;
+  }
+  return entries;
+}
+
 // Writes the rows of one received record; returns how many lie below the capacity.
-__device__ inline int place_record(const RouteBlock& block, int record, int source, int index,
-                                   int rows) {
-  const uint32_t* entries =
-      block.entries_of(block.context.ep_rank, source) + int64_t{index} * block.record_stride;
+__device__ inline int place_record(const RouteBlock& block, int record, int source,
+                                   const uint32_t* from, Entries entries, int rows) {
   int32_t* to = block.args.plan.record_row + int64_t{record} * block.record_stride;
   int kept = 0;
-  for (int i = 0; i < rows; ++i) {
-    const uint32_t entry = __ldcg(entries + i);
-    const uint32_t local = entry >> block.index_bits;
-    const uint32_t row =
-        block.shared.local_base[local * block.num_ranks + source] + (entry & block.index_mask());
-    if (block.args.capacity_rows < 0 || int64_t{row} < block.args.capacity_rows) {
-      to[kept++] = static_cast<int32_t>(row);
+  for (int first = 0; first < rows; first += kEntriesAtOnce) {
+    if (first > 0) {
+      entries = read_entries(from + first, block.record_stride - first);
+    }
+#pragma unroll
+    for (int i = 0; i < kEntriesAtOnce; ++i) {
+      if (first + i < rows) {
+        const uint32_t entry = entries.entry[i];
+        const uint32_t local = entry >> block.index_bits;
+        const uint32_t row = block.shared.local_base[local * block.num_ranks + source] +
+                             (entry & block.index_mask());
+        if (block.args.capacity_rows < 0 || int64_t{row} < block.args.capacity_rows) {
+          to[kept++] = static_cast<int32_t>(row);
+        }
+      }
     }
   }
   return kept;
 }
 
-// Record `index` of `source` starts every chunk between its predecessor's and its own; the last
-// one also ends the list.
-__device__ inline void mark_chunks(const RouteBlock& block, int record, int source, int index,
-                                   int num_records) {
-  const int me = block.context.ep_rank;
-  const uint32_t* headers = block.headers_of(me, source);
+// A record of `source` starts every chunk between its predecessor's and its own; the end of the
+// list starts those that are left, and the end of the last one.
+__device__ inline void mark_chunks(const RouteBlock& block, int record, int source, int before,
+                                   int own) {
   int32_t* first = block.args.plan.chunk_first + source * chunk_stride(block.context.shape);
-  const int tokens = __ldcg(block.counts_of(me, source) + block.num_bins);
-  const auto chunks = static_cast<int>(ceil_div(tokens, kChunkTokens));
-  const auto chunk_at = [&](int at) {
-    return static_cast<int>(__ldcg(headers + at) >> kRecordRowsBits) / kChunkTokens;
-  };
-  const int own = index < num_records ? chunk_at(index) : chunks;
-  const int before = index > 0 ? chunk_at(index - 1) : -1;
   for (int chunk = before + 1; chunk <= own; ++chunk) {
     first[chunk] = record;
   }
+}
+
+__device__ inline int chunk_of(uint32_t header) {
+  return static_cast<int>(header >> kRecordRowsBits) / kChunkTokens;
+}
+
+// Record `index` of a source, or the end of its list.
+__device__ inline void place_item(const RouteBlock& block, int source, int index) {
+  const int me = block.context.ep_rank;
+  const int list_first = block.shared.record_first[source];
+  const int record = list_first + index;
+  const bool is_end = record == block.shared.record_first[source + 1];
+  const uint32_t* headers = block.headers_of(me, source);
+  const uint32_t* from = block.entries_of(me, source) + int64_t{index} * block.record_stride;
+  const uint32_t header = is_end ? 0 : __ldcg(headers + index);
+  const uint32_t earlier = index > 0 ? __ldcg(headers + index - 1) : 0;
+  const Entries entries = is_end ? Entries{} : read_entries(from, block.record_stride);
+  const int before = index > 0 ? chunk_of(earlier) : -1;
+  if (is_end) {
+    const int tokens = __ldcg(block.counts_of(me, source) + block.num_bins);
+    mark_chunks(block, record, source, before, static_cast<int>(ceil_div(tokens, kChunkTokens)));
+    return;
+  }
+  mark_chunks(block, record, source, before, chunk_of(header));
+  const int rows = static_cast<int>(header & kRecordRowsMask);
+  const auto kept = static_cast<uint32_t>(place_record(block, record, source, from, entries, rows));
+  block.args.plan.record_header[record] = (header & ~kRecordRowsMask) | kept;
 }
 
 // Each thread takes a record, or the end of a source's list.
@@ -342,23 +396,13 @@ __device__ inline void place_records(const RouteBlock& block) {
   if (block.channel < idle) {
     return;
   }
+  int source = 0;
   for (int item = (block.channel - idle) * threads + static_cast<int>(threadIdx.x); item < total;
        item += threads * (block.num_channels - idle)) {
-    int source = 0;  // item = record + sources before it, as each list has one entry more
     while (item >= block.shared.record_first[source + 1] + source + 1) {
-      ++source;
+      ++source;  // item = record + sources before it, as each list has one entry more
     }
-    const int first = block.shared.record_first[source];
-    const int record = item - source;
-    const int index = record - first;
-    const int num_records = block.shared.record_first[source + 1] - first;
-    mark_chunks(block, record, source, index, num_records);
-    if (index < num_records) {
-      const uint32_t header = __ldcg(block.headers_of(block.context.ep_rank, source) + index);
-      const int rows = static_cast<int>(header & kRecordRowsMask);
-      const auto kept = static_cast<uint32_t>(place_record(block, record, source, index, rows));
-      block.args.plan.record_header[record] = (header & ~kRecordRowsMask) | kept;
-    }
+    place_item(block, source, item - source - block.shared.record_first[source]);
   }
 }
 
@@ -369,7 +413,6 @@ __device__ inline void finish_route(const RouteBlock& block) {
   }
   scan_experts(block);
   anchor_rows(block);
-  fill_local_bases(block);
   if (block.channel == 0) {
     write_layout(block);
   }

@@ -28,6 +28,11 @@ __device__ __forceinline__ void store_relaxed_sys(uint64_t* word, uint64_t value
   asm volatile("st.relaxed.sys.global.b64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
+// For readers on the same GPU.
+__device__ __forceinline__ void store_release_gpu(uint64_t* word, uint64_t value) {
+  asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
 // Orders all earlier accesses of this thread, and those it has observed, before its later ones.
 __device__ __forceinline__ void fence_sys() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");

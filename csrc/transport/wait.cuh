@@ -1,7 +1,7 @@
 // Every wait for another thread block or another rank goes through here, and none is unbounded.
 //
 // A wait that expires files one EpFault for its rank in pinned host memory, then sets the error
-// word of every peer, so that they leave as well. Nothing traps: each block returns, the CUDA
+// word of every peer, so that they leave as well and file the same. Nothing traps: each block returns, the CUDA
 // context survives, and the host raises EpTimeoutError. A group that saw a fault is finished: its
 // epochs no longer agree.
 #pragma once
@@ -26,24 +26,37 @@ struct WaitingFor {
   int channel;
 };
 
-// Out of line: it is rare, and its registers would be taken from every wait.
-static __device__ __noinline__ void file_fault(const EpContext& context, WaitingFor who,
-                                               uint64_t expected, uint64_t seen) {
+// Files this rank's fault, unless it has filed one.
+__device__ inline void write_fault(const EpContext& context, const EpFault& what) {
   const Peers peers(context);
   LocalControl* local = peers.at<LocalControl>(context.ep_rank, context.window.local);
   if (atomicExch(&local->fault_claimed, 1u) == 0) {
     EpFault* fault = context.fault;
-    fault->rank = context.ep_rank;
-    fault->peer = who.peer;
-    fault->phase = who.phase;
-    fault->channel = who.channel;
-    fault->expected = expected;
-    fault->seen = seen;
+    fault->rank = what.rank;
+    fault->peer = what.peer;
+    fault->phase = what.phase;
+    fault->channel = what.channel;
+    fault->expected = what.expected;
+    fault->seen = what.seen;
     store_release_sys(&fault->filed, 1);
   }
+}
+
+// Out of line: it is rare, and its registers would be taken from every wait.
+static __device__ __noinline__ void file_fault(const EpContext& context, WaitingFor who,
+                                               uint64_t expected, uint64_t seen) {
+  const int me = context.ep_rank;
+  write_fault(context, {1, me, who.peer, who.phase, who.channel, expected, seen});
+  const Peers peers(context);
   for (int rank = 0; rank < context.shape.ep_size; ++rank) {
-    store_relaxed_sys(peers.at<uint64_t>(rank, context.window.error), 1 + context.ep_rank);
+    store_relaxed_sys(peers.at<uint64_t>(rank, context.window.error),
+                      error_word(me, who.peer, who.phase));
   }
+}
+
+// Files what a peer has told, so that this rank's host learns whom its group lacks.
+static __device__ __noinline__ void pass_on_fault(const EpContext& context, uint64_t told) {
+  write_fault(context, {1, error_rank(told), error_peer(told), error_phase(told), -1, 0, 0});
 }
 
 // Whether this block should leave: its own deadline has passed, or a peer has filed a fault.
@@ -52,7 +65,9 @@ __device__ inline bool must_leave(const EpContext& context, Watch* watch) {
     return true;
   }
   const Peers peers(context);
-  if (load_relaxed_sys(peers.at<uint64_t>(context.ep_rank, context.window.error)) != 0) {
+  const uint64_t told = load_relaxed_sys(peers.at<uint64_t>(context.ep_rank, context.window.error));
+  if (told != 0) {
+    pass_on_fault(context, told);
     watch->aborted = 1;
     return true;
   }
@@ -64,6 +79,9 @@ __device__ inline bool must_leave(const EpContext& context, Watch* watch) {
 __device__ inline bool wait_until(const EpContext& context, Watch* watch, const uint64_t* word,
                                   uint64_t expected, WaitingFor who) {
   constexpr uint32_t kPollsPerCheck = 64;
+  if (load_acquire_sys(word) >= expected) {
+    return true;
+  }
   for (uint32_t polls = 1;; ++polls) {
     if (load_relaxed_sys(word) >= expected) {
       load_acquire_sys(word);
