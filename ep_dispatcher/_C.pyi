@@ -29,6 +29,7 @@ class NcclLibrary:
 class CommunicatorProperties:
     device_api: bool
     num_domains: int
+    rail_gin: int
 
 class Communicator:
     def __init__(self, library: NcclLibrary, id: bytes, rank: int, size: int) -> None: ...
@@ -44,6 +45,25 @@ class Arena:
     heap: int
     heap_bytes: int
     def read_word(self, offset: int) -> int: ...
+    def close(self) -> None: ...
+    def forget(self) -> None: ...
+
+class RailShape:
+    def __init__(
+        self,
+        *,
+        num_contexts: int,
+        signals_per_domain: int,
+        num_counters: int,
+        queue_depth: int = 0,
+    ) -> None: ...
+
+class GinHandle: ...
+
+class Rails:
+    def __init__(self, communicator: Communicator, arena: Arena, shape: RailShape) -> None: ...
+    handle: GinHandle
+    num_contexts: int
     def close(self) -> None: ...
     def forget(self) -> None: ...
 

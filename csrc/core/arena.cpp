@@ -8,6 +8,19 @@
 #include "core/checks.h"
 
 namespace ep {
+namespace {
+
+std::string why_no_window(const CommunicatorProperties& properties) {
+  if (properties.num_domains > 1 && properties.rail_gin == NCCL_GIN_TYPE_NONE) {
+    return "the ranks span " + std::to_string(properties.num_domains) +
+           " NVLink domains, and NCCL gives no window across domains that it cannot join (GIN): " +
+           kHowToGetGin;
+  }
+  return "NCCL gave no window for the arena: its ranks are not joined by peer-to-peer access, or "
+         "NCCL_CUMEM_ENABLE or NCCL_WIN_ENABLE is 0";
+}
+
+}  // namespace
 
 ArenaMemory::ArenaMemory(std::shared_ptr<NcclLibrary> library, int64_t bytes)
     : library_(std::move(library)) {
@@ -47,15 +60,13 @@ void Arena::share() {
   EP_CHECK_NCCL(nccl, ncclCommWindowRegister(communicator_->handle(), memory_->data(), bytes,
                                              &window_, NCCL_WIN_DEFAULT));
   if (window_ == nullptr) {  // NCCL reports success here (NVIDIA/nccl issue 1963)
-    throw UnavailableError(
-        "NCCL gave no window for the arena: its ranks are not joined by peer-to-peer access, or "
-        "NCCL_CUMEM_ENABLE or NCCL_WIN_ENABLE is 0");
+    throw UnavailableError(why_no_window(communicator_->properties()));
   }
   window_bases_.clear();
   for (int rank = 0; rank < communicator_->size(); ++rank) {
     void* mapped = memory_->data();
     if (rank != communicator_->rank()) {
-      EP_CHECK_NCCL(nccl, ncclGetLsaDevicePointer(window_, 0, rank, &mapped));
+      EP_CHECK_NCCL(nccl, ncclGetPeerDevicePointer(window_, 0, rank, &mapped));
     }
     window_bases_.push_back(reinterpret_cast<uintptr_t>(mapped));
   }

@@ -39,8 +39,11 @@ class Arena {
   // Collective: makes the arena one window and learns where the peers' windows are mapped here.
   void share();
 
-  // Where each rank's window starts, as this rank addresses it. The own one is the address that
-  // NCCL allocated, so that each byte has one address only in this process's kernels.
+  ncclWindow_t window() const { return window_; }
+
+  // Where the window of each rank of the own domain starts, as this rank addresses it; 0 for the
+  // ranks of other domains. The own one is the address that NCCL allocated, so that each byte has
+  // one address only in this process's kernels.
   const std::vector<uintptr_t>& window_bases() const { return window_bases_; }
 
   uintptr_t base() const { return reinterpret_cast<uintptr_t>(memory_->data()); }

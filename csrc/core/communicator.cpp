@@ -6,6 +6,11 @@
 
 namespace ep {
 
+const char* const kHowToGetGin =
+    "it needs RDMA adapters with GPUDirect (`ep-dispatcher doctor --nccl` tells what NCCL found; "
+    "docs/multi_node.md tells what it needs), or, for tests on one host, the loopback plugin "
+    "(docs/loopback_rma.md)";
+
 std::string Communicator::make_id(const NcclLibrary& library) {
   ncclUniqueId id;
   EP_CHECK_NCCL(library, ncclGetUniqueId(&id));
@@ -34,7 +39,8 @@ Communicator::~Communicator() {
 CommunicatorProperties Communicator::properties() const {
   ncclCommProperties_t found = NCCL_COMM_PROPERTIES_INITIALIZER;
   EP_CHECK_NCCL(*library_, ncclCommQueryProperties(handle(), &found));
-  return {static_cast<bool>(found.deviceApiSupport), found.nLsaTeams};
+  return {static_cast<bool>(found.deviceApiSupport), found.nLsaTeams,
+          static_cast<int>(found.railedGinType)};
 }
 
 ncclComm_t Communicator::handle() const {

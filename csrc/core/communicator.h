@@ -12,7 +12,11 @@ namespace ep {
 struct CommunicatorProperties {
   bool device_api;  // kernels may use windows
   int num_domains;  // NVLink domains (LSA teams) that the ranks span
+  int rail_gin;     // ncclGinType_t between same-index ranks of the domains
 };
+
+// What a user does where domains cannot be joined.
+extern const char* const kHowToGetGin;
 
 class Communicator {
  public:

@@ -37,7 +37,9 @@ class NcclLibrary {
   X(ncclMemFree)              \
   X(ncclCommWindowRegister)   \
   X(ncclCommWindowDeregister) \
-  X(ncclGetLsaDevicePointer)
+  X(ncclDevCommCreate)        \
+  X(ncclDevCommDestroy)       \
+  X(ncclGetPeerDevicePointer)
 
 #define EP_DECLARE(name) decltype(&::name) name = nullptr;
   EP_NCCL_FUNCTIONS(EP_DECLARE)

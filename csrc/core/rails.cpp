@@ -1,0 +1,71 @@
+#include "core/rails.h"
+
+#include <cuda_runtime_api.h>
+
+#include "core/checks.h"
+
+namespace ep {
+namespace {
+
+void refuse_without_gin(const CommunicatorProperties& properties) {
+  if (properties.rail_gin == NCCL_GIN_TYPE_NONE) {
+    throw UnavailableError("the ranks span " + std::to_string(properties.num_domains) +
+                           " NVLink domains, but NCCL can put to no other domain from the GPU "
+                           "(GIN): " +
+                           kHowToGetGin);
+  }
+}
+
+ncclDevCommRequirements requirements(const RailShape& shape, int num_domains) {
+  ncclDevCommRequirements wanted = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
+  wanted.ginConnectionType = NCCL_GIN_CONNECTION_RAIL;
+  wanted.ginContextCount = shape.num_contexts;
+  wanted.ginSignalCount = num_domains * shape.signals_per_domain;
+  wanted.ginCounterCount = shape.num_counters;
+  wanted.ginQueueDepth = shape.queue_depth;
+  wanted.ginVaSignalsRequired = false;  // not every adapter has them
+  return wanted;
+}
+
+}  // namespace
+
+Rails::Rails(std::shared_ptr<Communicator> communicator, const Arena& arena, const RailShape& shape)
+    : communicator_(std::move(communicator)) {
+  const CommunicatorProperties properties = communicator_->properties();
+  refuse_without_gin(properties);
+  const NcclLibrary& nccl = communicator_->library();
+  const ncclDevCommRequirements wanted = requirements(shape, properties.num_domains);
+  EP_CHECK_NCCL(nccl, ncclDevCommCreate(communicator_->handle(), &wanted, &device_comm_));
+  open_ = true;
+  EP_CHECK_CUDA(cudaMalloc(&on_gpu_, sizeof(device_comm_)));
+  EP_CHECK_CUDA(cudaMemcpy(on_gpu_, &device_comm_, sizeof(device_comm_), cudaMemcpyHostToDevice));
+  handle_ = {on_gpu_,
+             arena.window(),
+             static_cast<int32_t>(device_comm_.ginContextCount),
+             properties.num_domains,
+             shape.signals_per_domain,
+             shape.num_counters};
+}
+
+Rails::~Rails() {
+  forget();
+}
+
+void Rails::close() {
+  if (open_) {
+    open_ = false;
+    EP_CHECK_NCCL(communicator_->library(),
+                  ncclDevCommDestroy(communicator_->handle(), &device_comm_));
+  }
+  forget();
+}
+
+void Rails::forget() noexcept {
+  open_ = false;
+  if (on_gpu_ != nullptr) {
+    cudaFree(on_gpu_);
+    on_gpu_ = nullptr;
+  }
+}
+
+}  // namespace ep
