@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ep_dispatcher import doctor_nccl
 from ep_dispatcher._version import __version__
 from ep_dispatcher.bench import command as bench_command
 from ep_dispatcher.bench import plan_cpu
@@ -139,6 +140,14 @@ def _add_doctor(commands: Any) -> None:  # noqa: ANN401
     summary = "what this machine can run, and which tier would be chosen and why"
     parser = _add_command(commands, "doctor", _doctor, summary)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--nccl",
+        action="store_true",
+        help="open a communicator over the job's ranks (torchrun, srun; else starts some here) "
+        "and measure a put on every rail between NVLink domains",
+    )
+    parser.add_argument("--ranks", type=int, help="with --nccl: ranks to start on this machine")
+    parser.add_argument("--domain-size", type=int, help="with --nccl: split them into domains")
 
 
 def _add_bench(commands: Any) -> None:  # noqa: ANN401
@@ -179,12 +188,46 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    if args.nccl:
+        return _doctor_nccl(args)
     diagnosis = diagnose()
     if args.json:
         _write_json(diagnosis.to_dict())
     else:
         _print_diagnosis(diagnosis, Console())
     return OK
+
+
+def _doctor_nccl(args: argparse.Namespace) -> int:
+    if not doctor_nccl.is_rank():
+        words = ["doctor", "--nccl", *(["--json"] if args.json else [])]
+        return doctor_nccl.start_ranks(args.ranks, args.domain_size, words)
+    report = doctor_nccl.probe()
+    if report is None:  # rank 0 tells
+        return OK
+    if args.json:
+        _write_json(report.to_dict())
+    else:
+        _print_nccl_report(report, Console())
+    return OK if report.ok else FAILED
+
+
+def _print_nccl_report(report: doctor_nccl.NcclReport, console: Console) -> None:
+    """Print what NCCL found, then a row for each rail and pair of domains."""
+    table = Table(show_header=False)
+    for name, value in report.facts():
+        table.add_row(name, Text(value, overflow="fold"))
+    console.print(table)
+    if report.num_domains == 1:
+        console.print("one NVLink domain: no rails are needed")
+        return
+    rails = Table(title="Round trip of 4096 bytes and a signal, us")
+    for column in ("ranks", "mean", "shortest", "data"):
+        rails.add_column(column, justify="right")
+    for trip in report.trips:
+        times = [f"{us:.1f}" if us is not None else "-" for us in (trip.mean_us, trip.shortest_us)]
+        rails.add_row(f"{trip.rank} <-> {trip.peer}", *times, trip.verdict)
+    console.print(rails)
 
 
 def _print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:

@@ -16,9 +16,10 @@ from torch import Tensor
 from ep_dispatcher import native
 from ep_dispatcher.agreement import gather_json
 from ep_dispatcher.collectives import Collectives
+from ep_dispatcher.communicator import Reasons, open_communicator
 from ep_dispatcher.config import EpConfig, Topology
 from ep_dispatcher.device_memory import OutputPool, heap_bytes_of
-from ep_dispatcher.errors import EpError, EpTimeoutError, UnavailableError
+from ep_dispatcher.errors import EpTimeoutError, UnavailableError
 from ep_dispatcher.memory import RING_DEPTH, partial_bytes
 from ep_dispatcher.plan import Placement
 
@@ -154,22 +155,14 @@ def open_session(
     Raises:
         UnavailableError: on every rank alike, if any rank cannot; names the first and says why.
     """
-    reasons = _Reasons(collectives)
+    reasons = Reasons(collectives)
     _refuse_threads(collectives)
     if topology.num_domains > 1:
         raise UnavailableError("several domains need the rails, which this version has not")
-    library, ids = None, b""
-    with reasons:
-        library = native.open_nccl()
-        if collectives.rank == 0:
-            ids = native.load().make_communicator_id(library)
-    reasons.agree()
-    told = torch.tensor(list(ids.ljust(_ID_BYTES, b"\0")), dtype=torch.uint8)
-    unique_id = bytes(collectives.all_gather(told)[0].tolist())
-    communicator = arena = None
+    communicator = open_communicator(collectives)
+    arena = None
     module = native.load()
     with reasons:
-        communicator = module.Communicator(library, unique_id, collectives.rank, collectives.size)
         _refuse_properties(communicator.properties())
         control_bytes = module.WindowLayout(window_shape(module, config, placement)).total_bytes
         control_bytes = -(-control_bytes // _HEAP_ALIGNMENT_BYTES) * _HEAP_ALIGNMENT_BYTES
@@ -182,32 +175,8 @@ def open_session(
     return DeviceSession(collectives, config, placement, communicator, arena)
 
 
-_ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 _ERROR_RANK_MASK = 0xFFFF  # who filed; see args.h
 _HEAP_ALIGNMENT_BYTES = 4096
-
-
-class _Reasons:
-    """Collects why a step failed here, then lets all ranks raise the same error."""
-
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-        self._reason: str | None = None
-
-    def __enter__(self) -> None:
-        self._reason = None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, (EpError, RuntimeError)):
-            self._reason = str(error)
-            return True
-        return False
-
-    def agree(self) -> None:
-        """Raise on all ranks if the step failed on any."""
-        for rank, reason in enumerate(gather_json(self._collectives, self._reason)):
-            if reason is not None:
-                raise UnavailableError(f"on rank {rank}: {reason}")
 
 
 def placement_tables(placement: Placement, device: torch.device) -> dict[str, Tensor]:

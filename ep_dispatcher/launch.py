@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ep_dispatcher.errors import ConfigError, EpError
+from ep_dispatcher.slurm import adopt_slurm
 from ep_dispatcher.train.config import TrainConfig, load_config
 from ep_dispatcher.train.data import Corpus, load_corpus
 from ep_dispatcher.train.manifest import Manifest, finished
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         EpError: a config or text that cannot work, found before a rank is started.
     """
     config = read_config(args)
-    _adopt_slurm()
+    adopt_slurm("scripts/train.sbatch")
     if "RANK" in os.environ:
         return run_rank(config)
     if config.parallel.num_nodes > 1:
@@ -193,28 +194,13 @@ def _rank_environment(config: TrainConfig) -> dict[str, str]:
         values["GLOO_SOCKET_IFNAME"] = "lo"  # works where the host's name has no address
     if config.train.device != "cpu":
         values["CUDA_MODULE_LOADING"] = "EAGER"  # lazily it can wait for a kernel that waits
-    if config.parallel.tensor == 1:
-        values["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # Megatron wants 1 with tensor parallelism
+    if config.parallel.tensor == 1 and not config.parallel.ranks_share_gpu:
+        # Megatron wants 1 with tensor parallelism; MPS has not enough for several ranks of 32.
+        values["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     if config.parallel.ranks_share_gpu:
         values["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # since NCCL 2.30.3; refused without it
         values["NCCL_MAX_CTAS"] = "16"  # all ranks' blocks must fit on the GPU beside ours
     return values
-
-
-def _adopt_slurm() -> None:
-    """Give the ranks that srun started the variables that torchrun would set."""
-    if "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) == 1:
-        return
-    if "SLURM_PROCID" not in os.environ or "SLURM_STEP_ID" not in os.environ:
-        return  # inside an allocation, but not started by srun
-    if "MASTER_ADDR" not in os.environ:
-        raise ConfigError(
-            "MASTER_ADDR is not set; export the first node's name as in scripts/train.sbatch"
-        )
-    os.environ["RANK"] = os.environ["SLURM_PROCID"]
-    os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
-    os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-    os.environ.setdefault("MASTER_PORT", "29500")
 
 
 def _words(args: argparse.Namespace) -> list[str]:

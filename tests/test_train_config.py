@@ -11,6 +11,7 @@ import yaml
 
 from ep_dispatcher import launch
 from ep_dispatcher.errors import ConfigError, EpError
+from ep_dispatcher.slurm import adopt_slurm
 from ep_dispatcher.train.config import TrainConfig, config_from_dict, load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -185,7 +186,7 @@ def test_srun_ranks_get_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatc
     for name, value in (("PROCID", "9"), ("NTASKS", "32"), ("LOCALID", "1"), ("STEP_ID", "0")):
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("MASTER_ADDR", "node0")
-    launch._adopt_slurm()
+    adopt_slurm("scripts/train.sbatch")
     environment = os.environ
     assert (environment["RANK"], environment["WORLD_SIZE"]) == ("9", "32")
     assert environment["LOCAL_RANK"] == "1"

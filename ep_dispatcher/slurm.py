@@ -1,0 +1,28 @@
+"""Ranks that srun started get the variables that torchrun would have set."""
+
+from __future__ import annotations
+
+import os
+
+from ep_dispatcher.errors import ConfigError
+
+
+def adopt_slurm(example: str) -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT if srun started this process as a rank.
+
+    Args:
+        example: a script that shows how the variables are exported.
+
+    Raises:
+        ConfigError: MASTER_ADDR is missing.
+    """
+    if "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) == 1:
+        return
+    if "SLURM_PROCID" not in os.environ or "SLURM_STEP_ID" not in os.environ:
+        return  # inside an allocation, but not started by srun
+    if "MASTER_ADDR" not in os.environ:
+        raise ConfigError(f"MASTER_ADDR is not set; export the first node's name as in {example}")
+    os.environ["RANK"] = os.environ["SLURM_PROCID"]
+    os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
+    os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
+    os.environ.setdefault("MASTER_PORT", "29500")
