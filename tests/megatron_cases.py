@@ -25,6 +25,7 @@ class Case:
         change: what is done to the built model, for both dispatchers.
         reference: Megatron's dispatcher to compare with.
         form: how ours is selected.
+        section: of our config, for ours.
         reordered: the two sum in a different order although a token has only two experts.
         ci: runs in every CI run; the others are marked slow.
     """
@@ -44,6 +45,7 @@ class Case:
     change: Change = "none"
     reference: str = "alltoall"
     form: Literal["spec", "swap"] = "spec"
+    section: dict[str, Any] = field(default_factory=dict)
     reordered: bool = False
     ci: bool = True
 
@@ -101,6 +103,39 @@ CASES = (
         num_microbatches=4,
         overlap=True,
         ci=False,
+    ),
+    Case(
+        name="chunks3_shared",
+        settings=_SHARED,
+        section={"overlap": {"chunks": 3}, "debug_ledger": True},
+        reordered=True,  # a weight's gradient is a sum over the chunks
+    ),
+    Case(
+        name="chunks2_tp2_recompute",
+        tp=2,
+        ep=2,
+        etp=2,
+        settings=_RECOMPUTE,
+        section={"overlap": {"chunks": 2}},
+        form="swap",
+        distributed_optimizer=True,
+    ),
+    Case(
+        name="chunks4_pp2",
+        pp=2,
+        ep=2,
+        num_microbatches=4,
+        section={"overlap": {"chunks": 4}, "debug_ledger": True},
+        reordered=True,
+        ci=False,
+    ),
+    Case(
+        name="ledger_1f1b",
+        bf16=True,
+        num_microbatches=4,
+        overlap=True,
+        ci=False,
+        section={"debug_ledger": True},
     ),
     Case(name="quantization_padding", change="quantization_padding"),
     Case(name="fewer_experts", change="fewer_experts", reference="allgather"),

@@ -84,7 +84,7 @@ def make_layer(plugin: EpPlugin, **settings: object) -> Any:  # noqa: ANN401
     spec = get_gpt_layer_local_spec(num_experts=num_experts, moe_grouped_gemm=False)
     mlp = with_ep_dispatcher(spec, plugin).submodules.mlp
     layer = mlp(config=config) if callable(mlp) else build_module(mlp, config=config)
-    assert type(layer) is EpMoELayer
+    assert isinstance(layer, EpMoELayer)
     layer.set_layer_number(0)
     return layer
 

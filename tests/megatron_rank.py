@@ -99,13 +99,15 @@ def _run_cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def _run_checks(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Run each check; yields its name and the traceback of the first rank that it failed on."""
-    from megatron_checks import CHECKS
+    from megatron_checks import CHECKS as CHECKS_OF_DISPATCHER
+    from megatron_overlap_checks import CHECKS as CHECKS_OF_OVERLAP
 
+    checks = CHECKS_OF_DISPATCHER | CHECKS_OF_OVERLAP
     _connect(arguments, "checks")
     for name in arguments.checks.split(","):
         error = ""
         try:
-            CHECKS[name]()
+            checks[name]()
         except Exception:  # noqa: BLE001  # reported by the test of this check
             error = traceback.format_exc()
             sys.stderr.write(error)  # the exchange below fails if others are still in the check
@@ -125,7 +127,7 @@ def compare(case: Case, steps: int) -> Outcome:
     )
     started = time.monotonic()
     theirs, their_parameters, _ = train(case, steps, None)
-    with EpPlugin() as plugin:
+    with EpPlugin.from_section(case.section) as plugin:
         ours, our_parameters, dispatchers = train(case, steps, plugin)
     difference = (our_parameters - their_parameters).abs().max().double()
     dist.all_reduce(difference, op=dist.ReduceOp.MAX)

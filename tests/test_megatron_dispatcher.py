@@ -35,6 +35,11 @@ CHECKS = (
     "names_itself_once",
     "no_backend_is_imported",
     "spec_by_name",
+    "chunks_give_the_same_bits",
+    "chunks_with_shared_experts",
+    "chunks_of_few_tokens",
+    "chunks_release_routing",
+    "chunks_delay_weight_gradients",
 )
 
 

@@ -1,0 +1,146 @@
+"""Properties of the MoE layer that runs in chunks, each checked by 4 ranks; see megatron_checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron_checks import layout, make_layer, make_tokens
+from torch import Tensor
+
+from ep_dispatcher import ops
+from ep_dispatcher.megatron.overlap import OverlappedMoELayer
+from ep_dispatcher.megatron.plugin import EpPlugin
+
+SHARED = {"moe_shared_expert_intermediate_size": 32}
+
+
+class RowExperts(torch.nn.Module):
+    """Experts whose rows do not depend on how many there are, as those of a GEMM may."""
+
+    def forward(self, rows: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        """Apply the weights."""
+        assert int(counts.sum()) == len(rows)
+        return rows * weights.unsqueeze(-1), None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a layer made: output, gradient of its input, gradients of its weights, its weights."""
+
+    out: Tensor
+    grad: Tensor
+    weight_grads: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def run_layer(
+    chunks: int | str,
+    weights: dict[str, Tensor] | None,
+    *,
+    sequence: int,
+    exact: bool,
+    settings: dict[str, Any],
+) -> Result:
+    """A layer forward and backward."""
+    with EpPlugin.from_section({"overlap": {"chunks": chunks}}) as plugin:
+        layer = make_layer(plugin, **settings)
+        assert isinstance(layer, OverlappedMoELayer) == (chunks != 1)
+        if weights is not None:
+            layer.load_state_dict(weights, strict=False)
+        if exact:
+            layer.experts = RowExperts()
+        tokens = make_tokens(sequence)
+        out, bias = layer(tokens)
+        assert bias is None
+        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))
+        assert tokens.grad is not None
+        named = dict(layer.named_parameters())
+        grads = {name: each.grad for name, each in named.items() if each.grad is not None}
+        copied = {name: value.detach().clone() for name, value in named.items()}
+        assert layer.token_dispatcher._comm_manager.is_idle
+        return Result(out.detach(), tokens.grad, grads, copied)
+
+
+def compare(chunks: int | str, *, exact: bool, sequence: int = 6, **settings: object) -> None:
+    """The layer in chunks against the layer in one piece."""
+    how: dict[str, Any] = {"sequence": sequence, "exact": exact, "settings": settings}
+    whole = run_layer(1, None, **how)
+    parts = run_layer(chunks, whole.weights, **how)
+    rtol, atol = (0.0, 0.0) if exact else (1e-5, 1e-6)
+    torch.testing.assert_close(parts.out, whole.out, rtol=rtol, atol=atol)
+    torch.testing.assert_close(parts.grad, whole.grad, rtol=rtol, atol=atol)
+    assert parts.weight_grads.keys() == whole.weight_grads.keys()
+    for name, values in whole.weight_grads.items():  # those of experts are sums over the chunks
+        torch.testing.assert_close(parts.weight_grads[name], values, rtol=1e-5, atol=1e-6)
+
+
+def check_same_bits() -> None:
+    """Output and input's gradient have the same bits for any number of chunks.
+
+    With experts that treat each row alike; a GEMM may round otherwise for other numbers of rows.
+    """
+    for tp, ep, etp in ((1, 4, 1), (2, 2, 2)):
+        with layout(tp, ep, etp):
+            for chunks in (2, 3, 5):
+                compare(chunks, exact=True)
+
+
+def check_shared_experts() -> None:
+    """Real experts, shared ones among them, beside the first dispatch: the same within rounding."""
+    with layout(1, 4, 1):
+        compare(3, exact=False, **SHARED)
+
+
+def check_few_tokens() -> None:
+    """More chunks than tokens: some are empty on every rank; "auto" is one piece on the CPU."""
+    with layout(1, 4, 1):
+        compare(5, exact=True, sequence=1)
+        compare("auto", exact=True)
+
+
+def check_release() -> None:
+    """Nothing of the routing, nor of the shared experts, outlives the forward."""
+    with layout(1, 4, 1), EpPlugin.from_section({"overlap": {"chunks": 2}}) as plugin:
+        layer = make_layer(plugin, **SHARED)
+        layer(make_tokens())
+        assert layer.token_dispatcher._comm_manager.is_idle
+        assert layer._shared_in is None
+        assert layer._shared_out is None
+
+
+def check_delayed_weight_gradients() -> None:
+    """Each chunk's weight gradients are asked for once, behind its dispatch's backward.
+
+    The experts are Megatron's without Transformer Engine, which have nothing to delay, so what is
+    seen is the order of calls.
+    """
+    calls: list[str] = []
+    combine = ops.DispatchRows.backward
+
+    def seen(*args: Any) -> Any:  # noqa: ANN401
+        calls.append("dispatch backward")
+        return combine(*args)
+
+    with layout(1, 4, 1), EpPlugin.from_section({"overlap": {"chunks": 3}}) as plugin:
+        layer = make_layer(plugin)
+        layer.config.overlap_dispatch_backward_with_experts_wgrad = True
+        layer.experts.backward_dw = lambda: calls.append("weights")
+        out, _ = layer(make_tokens())
+        ops.DispatchRows.backward = staticmethod(seen)
+        try:
+            out.sum().backward()
+        finally:
+            ops.DispatchRows.backward = staticmethod(combine)
+    assert calls == ["dispatch backward", "weights"] * 3, calls
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "chunks_give_the_same_bits": check_same_bits,
+    "chunks_with_shared_experts": check_shared_experts,
+    "chunks_of_few_tokens": check_few_tokens,
+    "chunks_release_routing": check_release,
+    "chunks_delay_weight_gradients": check_delayed_weight_gradients,
+}
