@@ -1,0 +1,232 @@
+"""A model of dispatch and combine over many NVLink domains, from bytes and measured kernel rates.
+
+    python -m ep_dispatcher.scaling [--rates docs/results/one_domain.jsonl] [--out docs]
+
+Bytes are `accounting.expected_traffic`; rates of the kernels are those that one GPU showed; links
+have stated speeds. Nothing in it was measured across domains: docs/scaling.md lists what it assumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ep_dispatcher.accounting import expected_traffic
+from ep_dispatcher.config import EpConfig, MoeShape, Topology
+from ep_dispatcher.errors import ConfigError
+from ep_dispatcher.memory import partial_bytes, persistent_bytes, rail_record_bytes
+from ep_dispatcher.plan import Placement
+
+DOMAINS = (1, 2, 4, 8, 16, 32, 64)
+FIXED_US = 30.0  # start of a kernel, entry signals, the first chunk's way over both links
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Links and GPUs.
+
+    Attributes:
+        rail_gb_s: what one GPU's adapter moves, a direction.
+        nvlink_gb_s: what one GPU moves to its domain, a direction.
+        domain_size: GPUs that NVLink joins.
+        num_sms: SM budget of a kernel.
+    """
+
+    name: str
+    rail_gb_s: float
+    nvlink_gb_s: float
+    domain_size: int
+    num_sms: int
+
+
+# Practical speeds, not nominal ones (50 and 450 GB/s); docs/scaling.md says whose.
+H200_CX7 = Machine("8 x H200, 400 Gb/s a GPU", 47.0, 370.0, 8, 16)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one SM does, from one GPU's measurement.
+
+    Attributes:
+        dispatch_gb_s: expert rows stored, a second and SM.
+        combine_gb_s: expert rows summed, a second and SM.
+    """
+
+    dispatch_gb_s: float
+    combine_gb_s: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One phase at one number of domains; times in us.
+
+    Attributes:
+        rail_us, nvlink_us, sm_us: time that each resource is busy for.
+        rail_mb: bytes over one adapter, a direction.
+        puts: of one rank.
+    """
+
+    phase: str
+    num_domains: int
+    rail_us: float
+    nvlink_us: float
+    sm_us: float
+    rail_mb: float
+    puts: float
+
+    @property
+    def total_us(self) -> float:
+        """All three at once, in a pipeline of chunks."""
+        return FIXED_US + max(self.rail_us, self.nvlink_us, self.sm_us)
+
+    @property
+    def bound(self) -> str:
+        """The resource that decides."""
+        busy = {"rail": self.rail_us, "NVLink": self.nvlink_us, "SMs": self.sm_us}
+        return max(busy, key=lambda name: busy[name])
+
+
+def read_rates(path: Path, hidden: int = 7168) -> Rates:
+    """The best rate of each kernel among the recorded settings of that width.
+
+    Raises:
+        ConfigError: a phase was not recorded.
+    """
+    best: dict[str, float] = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        if row.get("hidden") != hidden or row.get("phase") not in ("dispatch", "combine"):
+            continue
+        row_bytes = row["num_tokens"] * row["num_topk"] * 2 * hidden
+        rate = row_bytes / row["num_sms"] / row["median_us"] / 1e3
+        best[row["phase"]] = max(rate, best.get(row["phase"], 0.0))
+    if set(best) != {"dispatch", "combine"}:
+        raise ConfigError(f"{path} holds no dispatch and combine with hidden {hidden}")
+    return Rates(best["dispatch"], best["combine"])
+
+
+def estimate(config: EpConfig, num_domains: int, machine: Machine, rates: Rates) -> list[Estimate]:
+    """Dispatch and combine of uniform routing over `num_domains` domains.
+
+    Example: one domain has no rail, so rail_us is 0.
+    """
+    topology = Topology(ep_size=num_domains * machine.domain_size, domain_size=machine.domain_size)
+    shape, tokens = config.shape, config.max_tokens_per_rank
+    placement = Placement.even(shape.num_experts, topology.ep_size)
+    traffic = expected_traffic(placement, tokens, shape.num_topk, topology)
+    across = float(traffic.rows_per_rank("across", "send")[0])
+    inside = float(traffic.rows_per_rank("inside", "send")[0])
+    expert_rows = tokens * shape.num_topk * shape.row_bytes
+    both = (
+        ("dispatch", rail_record_bytes(config), shape.row_bytes, rates.dispatch_gb_s),
+        ("combine", partial_bytes(config), partial_bytes(config), rates.combine_gb_s),
+    )
+    found = []
+    for phase, rail_row_bytes, row_bytes, sm_gb_s in both:
+        # Send or return role: one more copy of each row that crosses, at the SM's copy rate.
+        sm_us = (expert_rows / sm_gb_s + across * rail_row_bytes / rates.dispatch_gb_s) / 1e3
+        found.append(
+            Estimate(
+                phase=phase,
+                num_domains=num_domains,
+                rail_us=across * rail_row_bytes / machine.rail_gb_s / 1e3,
+                nvlink_us=inside * row_bytes / machine.nvlink_gb_s / 1e3,
+                sm_us=sm_us / machine.num_sms,
+                rail_mb=across * rail_row_bytes / 1e6,
+                puts=across,
+            )
+        )
+    return found
+
+
+def typical_config(num_domains: int, domain_size: int) -> EpConfig:
+    """T=4096, H=7168, K=8, E=256 in BF16; one expert a rank where there are more ranks than that."""
+    num_experts = max(256, num_domains * domain_size)
+    shape = MoeShape(hidden=7168, num_topk=8, num_experts=num_experts)
+    return EpConfig(shape=shape, max_tokens_per_rank=4096)
+
+
+def table(machine: Machine, rates: Rates, domains: Iterable[int] = DOMAINS) -> str:
+    """A Markdown table of both phases."""
+    lines = [
+        "| domains | experts | puts a rank | dispatch: rail / NVLink / SMs, us | dispatch, us |"
+        " combine: rail / NVLink / SMs, us | combine, us | persistent GB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for count in domains:
+        config = typical_config(count, machine.domain_size)
+        parts = []
+        both = estimate(config, count, machine, rates)
+        for one in both:
+            parts.append(f"{one.rail_us:.0f} / {one.nvlink_us:.0f} / {one.sm_us:.0f}")
+            parts.append(f"**{one.total_us:.0f}** ({one.bound})")
+        topology = Topology(ep_size=count * machine.domain_size, domain_size=machine.domain_size)
+        memory_gb = persistent_bytes(config, topology)["total"] / 1e9
+        cells = (count, config.shape.num_experts, f"{both[0].puts:.0f}", *parts, f"{memory_gb:.2f}")
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+# Published times, us, each recomputed from the publisher's rate by the rule beside it.
+# (name, domains, dispatch us, combine us)
+PUBLISHED = (
+    ("Hybrid-EP kernels, H100, 16 SMs", ((2, 1633, 1859), (4, 3678, 3691), (8, 6218, 6244))),
+    ("pplx-garden on CX7", ((4, 4012, 7527), (8, 4665, 8771))),
+    ("DeepEP as pplx-garden ran it, CX7", ((2, 2482, 1864), (4, 3680, 3565), (8, 5072, 5923))),
+)
+
+
+def plot(machine: Machine, rates: Rates, path: Path) -> None:
+    """Time against domains, the model as lines, published times as marks."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    for axis, phase, column in zip(axes, ("dispatch", "combine"), (1, 2), strict=True):
+        found = [
+            one
+            for count in DOMAINS
+            for one in estimate(typical_config(count, machine.domain_size), count, machine, rates)
+            if one.phase == phase
+        ]
+        counts = [one.num_domains for one in found]
+        axis.plot(counts, [one.total_us for one in found], "k-o", ms=4, label="model, ours")
+        for name in ("rail", "nvlink", "sm"):
+            busy = [getattr(one, f"{name}_us") for one in found]
+            axis.plot(counts, [us or None for us in busy], "--", lw=1, label=f"model: {name}")
+        for (label, points), mark in zip(PUBLISHED, "sv^", strict=True):
+            axis.plot([p[0] for p in points], [p[column] for p in points], mark, label=label)
+        axis.set(
+            xscale="log", yscale="log", title=phase, xlabel=f"domains of {machine.domain_size}"
+        )
+        axis.set_xticks(counts, [str(count) for count in counts])
+        axis.grid(alpha=0.3, which="both")
+    axes[0].set_ylabel("us")
+    axes[0].legend(fontsize=7)
+    figure.suptitle(
+        "MODEL, no RDMA hardware was used: T=4096 H=7168 K=8 BF16, uniform", fontsize=10
+    )
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print the table and write the picture."""
+    parser = argparse.ArgumentParser(description="Model of time against NVLink domains.")
+    parser.add_argument("--rates", type=Path, default=Path("docs/results/one_domain.jsonl"))
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of scaling.svg")
+    args = parser.parse_args(words)
+    rates = read_rates(args.rates)
+    sys.stdout.write(f"{rates}\n{H200_CX7}\n\n{table(H200_CX7, rates)}\n")
+    plot(H200_CX7, rates, args.out / "scaling.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

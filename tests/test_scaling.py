@@ -1,0 +1,65 @@
+"""The model of docs/scaling.md: its bytes are the accounting's, and its document is up to date."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ep_dispatcher import scaling
+from ep_dispatcher.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+RATES = scaling.Rates(50.0, 20.0)
+MACHINE = scaling.H200_CX7
+
+
+def test_one_domain_uses_no_rail() -> None:
+    for one in scaling.estimate(scaling.typical_config(1, 8), 1, MACHINE, RATES):
+        assert one.rail_us == 0
+        assert one.puts == 0
+
+
+def test_two_domains_send_each_token_to_the_other_domain_once() -> None:
+    """With 8 of 256 experts a token misses a half of them once in some 300 times."""
+    for one in scaling.estimate(scaling.typical_config(2, 8), 2, MACHINE, RATES):
+        assert 0.99 * 4096 < one.puts < 4096
+        assert one.rail_us == pytest.approx(one.rail_mb / MACHINE.rail_gb_s * 1e3)
+
+
+def test_a_slower_link_or_fewer_sms_take_longer() -> None:
+    config = scaling.typical_config(8, 8)
+    plain = scaling.estimate(config, 8, MACHINE, RATES)
+    for change in ({"rail_gb_s": 23.5}, {"num_sms": 1}, {"nvlink_gb_s": 30.0}):
+        for before, after in zip(
+            plain, scaling.estimate(config, 8, replace(MACHINE, **change), RATES), strict=True
+        ):
+            assert after.total_us > before.total_us
+
+
+def test_rates_are_the_best_recorded_ones(tmp_path: Path) -> None:
+    """Of the width that is asked for; 8 bytes a row here stand for 4 elements."""
+    rows = [
+        {"phase": phase, "hidden": hidden, "num_sms": sms, "median_us": us}
+        for phase in ("dispatch", "combine")
+        for hidden, sms, us in ((4, 1, 1.0), (4, 2, 0.25), (8, 1, 0.001))
+    ]
+    path = tmp_path / "rates.jsonl"
+    lines = [json.dumps(row | {"num_tokens": 1000, "num_topk": 1}) for row in rows]
+    path.write_text("\n".join(lines))
+    assert scaling.read_rates(path, hidden=4) == scaling.Rates(16.0, 16.0)
+    with pytest.raises(ConfigError, match="hidden 16"):
+        scaling.read_rates(path, hidden=16)
+
+
+def test_the_document_holds_the_present_table() -> None:
+    """`python -m ep_dispatcher.scaling` prints what docs/scaling.md shows."""
+    rates = scaling.read_rates(ROOT / "docs/results/one_domain.jsonl")
+    assert scaling.table(MACHINE, rates) in (ROOT / "docs/scaling.md").read_text()
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    scaling.plot(MACHINE, RATES, tmp_path / "picture.svg")
+    assert (tmp_path / "picture.svg").stat().st_size > 10_000
