@@ -58,7 +58,7 @@ fi
 step "benchmark"
 left_s=$((budget_s - SECONDS - 20)) # pages and the way back take the rest
 timeout --signal=INT $((left_s + 15)) "$PYTHON" -m ep_dispatcher bench run \
-  --config configs/bench_one_gpu.yaml --out "$out" --budget "$left_s" --no-report \
+  --config configs/bench_one_gpu.yaml --out "$out" --budget "$left_s" --no-report --recover scripts/restart_mps.sh \
   ${rest[@]+"${rest[@]}"} 2>&1 | tee "$out/table.txt"
 status=${PIPESTATUS[0]}
 

@@ -24,7 +24,16 @@ from ep_dispatcher.errors import ConfigError
 
 OK, REGRESSED, NO_TIMES = 0, 3, 4
 LINES = "results.jsonl"
-_SHOWN = ("plan", "dispatch", "combine", "combine_backward", "dispatch_backward")
+_SHOWN = (
+    "plan",
+    "plan_static",
+    "dispatch",
+    "combine",
+    "combine_backward",
+    "dispatch_backward",
+    "pair",
+)
+_PLAIN_WIDTH = 200
 _TRACE_SUFFIX = ".npz"
 
 
@@ -106,7 +115,7 @@ def _add(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:  # n
 
 def _run(args: argparse.Namespace) -> int:
     """`bench run`."""
-    console = Console()
+    console = _console()
     if args.list:
         for name, (_, summary) in BACKENDS.items():
             console.print(f"{name:26}{summary}", highlight=False)
@@ -131,6 +140,12 @@ def _run(args: argparse.Namespace) -> int:
         if not args.no_report:
             _write_report([line for line in read_lines([log.path]) if line["run"] == log.run], args)
     return OK if any(outcome.error is None for outcome in outcomes) else NO_TIMES
+
+
+def _console() -> Console:
+    """A console that keeps a table's columns readable where no terminal tells a width."""
+    plain = Console()
+    return plain if plain.is_terminal else Console(width=_PLAIN_WIDTH)
 
 
 def _spec(args: argparse.Namespace) -> BenchSpec:

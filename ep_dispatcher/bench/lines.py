@@ -14,6 +14,7 @@ from ep_dispatcher.bench.spec import Work
 
 PHASES = (
     "plan",
+    "plan_static",
     "permute",
     "dispatch",
     "combine",

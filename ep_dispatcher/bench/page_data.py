@@ -10,6 +10,7 @@ Line = dict[str, Any]
 PHASES = ("plan", "permute", "dispatch", "combine", "unpermute")
 BACKWARD_PHASES = ("combine_backward", "dispatch_backward", "pair")
 LAYER_PHASES = ("layer_forward", "layer_backward")
+SHOWN_PHASES = ("plan_static", *PHASES, *BACKWARD_PHASES, *LAYER_PHASES)
 RATES = ("wire", "D1", "D2", "D3", "D4_send", "D4_receive", "D5_assignments", "D5_pairs")
 _SETTING = (
     "ranks",
@@ -85,10 +86,11 @@ def phase_table(lines: Sequence[Line]) -> list[Table]:
     for setting in dict.fromkeys(map(setting_of, lines)):
         mine = [line for line in lines if setting_of(line) == setting]
         rows = [row for key in _variants(mine) for row in _phase_rows(mine, key)]
-        head = ("backend", "SMs", *(*PHASES, *BACKWARD_PHASES, *LAYER_PHASES), "round trip")
+        head = ("backend", "SMs", *SHOWN_PHASES, "round trip")
         note = (
             "Microseconds, median / 95th percentile of the slowest rank of each round. Pair: "
             "dispatch, combine and the backward of both, back to back, all permutes included. "
+            "Plan static: the plan where the host waits for nothing. "
             "Round trip: the medians of plan to unpermute, added."
         )
         tables.append(Table(setting_words(mine[0]), head, tuple(rows), note))
@@ -283,7 +285,7 @@ def _phase_rows(lines: Sequence[Line], variant: tuple[str, int]) -> list[tuple[s
     if not by_phase:
         return []
     cells = []
-    for phase in (*PHASES, *BACKWARD_PHASES, *LAYER_PHASES):
+    for phase in SHOWN_PHASES:
         line = by_phase.get(phase)
         cells.append(f"{line['median_us']:,.0f} / {line['p95_us']:,.0f}" if line else "")
     total = round_trip_us(mine, variant)

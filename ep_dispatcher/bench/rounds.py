@@ -199,6 +199,9 @@ class Runner:
         watch, inputs = self._watch, self._inputs
         watch.begin()
         session.plan(watch.lap)
+        if session.has_static_plan:
+            watch.begin()
+            session.plan_static(watch.lap)
         watch.begin()
         session.dispatch(inputs.x, inputs.topk_weights, watch.lap)
         watch.begin()

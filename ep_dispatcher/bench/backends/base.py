@@ -98,12 +98,14 @@ class Session(Protocol):
         wire: what travels, for the byte accounting.
         persistent_bytes: device memory held while open, where the backend can say; else None.
         has_backward: whether the two backward calls exist.
+        has_static_plan: whether `plan_static` exists.
     """
 
     layout: Layout
     wire: Wire
     persistent_bytes: int | None
     has_backward: bool
+    has_static_plan: bool
 
     def identity(self) -> Identity:
         """What really runs here."""
@@ -115,6 +117,10 @@ class Session(Protocol):
 
     def plan(self, lap: Lap) -> None:
         """Whatever depends on the routing alone; a backend without such a step closes no lap."""
+        ...
+
+    def plan_static(self, lap: Lap) -> None:
+        """The plan again, in a mode where the host waits for nothing; its result is not used."""
         ...
 
     def dispatch(self, x: Tensor, topk_weights: Tensor, lap: Lap) -> Received:
@@ -144,8 +150,14 @@ class Session(Protocol):
         ...
 
 
-class TakesAnyRows:
-    """A session that takes rows home from wherever they lie."""
+class PlainSession:
+    """What most sessions have in common: rows go home from wherever they lie, one kind of plan."""
+
+    has_backward = True
+    has_static_plan = False
+
+    def plan_static(self, lap: Lap) -> None:
+        """See `Session.plan_static`."""
 
     def place(self, rows: Tensor) -> Tensor:
         """See `Session.place`."""

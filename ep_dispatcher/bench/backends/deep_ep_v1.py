@@ -16,9 +16,9 @@ from ep_dispatcher.bench.backends.base import (
     Lap,
     Layout,
     Place,
+    PlainSession,
     Received,
     Refused,
-    TakesAnyRows,
     Wire,
     class_name,
     file_of,
@@ -30,13 +30,12 @@ from ep_dispatcher.bench.backends.base import (
 from ep_dispatcher.bench.spec import Work
 
 
-class DeepEpSession(TakesAnyRows):
+class DeepEpSession(PlainSession):
     """See `Session`."""
 
     layout: Layout = "flat"
     wire: Wire = "by_rank"
     persistent_bytes: int | None = None
-    has_backward = True
 
     def __init__(self, work: Work, place: Place) -> None:
         """Make a buffer with the size that the library asks for."""

@@ -12,9 +12,9 @@ from ep_dispatcher.bench.backends.base import (
     Lap,
     Layout,
     Place,
+    PlainSession,
     Received,
     Refused,
-    TakesAnyRows,
     Wire,
     class_name,
     file_of,
@@ -28,13 +28,12 @@ from ep_dispatcher.bench.backends.base import (
 from ep_dispatcher.bench.spec import Work
 
 
-class HybridSession(TakesAnyRows):
+class HybridSession(PlainSession):
     """See `Session`."""
 
     layout: Layout = "expert_major"
     wire: Wire = "deduplicated"
     persistent_bytes: int | None = None
-    has_backward = True
 
     def __init__(self, work: Work, place: Place) -> None:
         """Make a buffer with the work's SM budget."""

@@ -18,9 +18,9 @@ from ep_dispatcher.bench.backends.base import (
     Lap,
     Layout,
     Place,
+    PlainSession,
     Received,
     Refused,
-    TakesAnyRows,
     Wire,
     class_name,
     file_of,
@@ -41,12 +41,11 @@ _CLASSES = {
 _WIRES: dict[str, Wire] = {"alltoall": "by_copy", "allgather": "all_gather", "flex": "deduplicated"}
 
 
-class MegatronSession(TakesAnyRows):
+class MegatronSession(PlainSession):
     """See `Session`."""
 
     layout: Layout = "expert_major"
     persistent_bytes: int | None = None
-    has_backward = True
 
     def __init__(self, work: Work, place: Place) -> None:
         """Build a dispatcher from a config that holds nothing but what it needs."""

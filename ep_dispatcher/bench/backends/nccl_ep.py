@@ -20,9 +20,9 @@ from ep_dispatcher.bench.backends.base import (
     Lap,
     Layout,
     Place,
+    PlainSession,
     Received,
     Refused,
-    TakesAnyRows,
     Wire,
     class_name,
     file_of,
@@ -55,13 +55,12 @@ class Buffers:
     grad_weights: Tensor
 
 
-class NcclEpSession(TakesAnyRows):
+class NcclEpSession(PlainSession):
     """See `Session`."""
 
     layout: Layout = "expert_major"
     wire: Wire = "deduplicated"
     persistent_bytes: int | None = None
-    has_backward = True
 
     def __init__(self, work: Work, place: Place) -> None:
         """Make a communicator and a group of NCCL EP's."""

@@ -49,6 +49,8 @@ class OwnSession:
         self.wire: Wire = "deduplicated" if tier == "device" else "by_rank"
         sizes = persistent_bytes(self._group.config, self._group.topology, self._group.tier)  # type: ignore[arg-type]
         self.persistent_bytes: int | None = sizes["total"]
+        self._static = _open_static(work, place, self._group.config) if tier == "device" else None
+        self.has_static_plan = self._static is not None
         self._plan: Plan | None = None
         self._topk_idx = torch.empty(0)
         self._kept: list[Tensor] = []
@@ -75,6 +77,12 @@ class OwnSession:
         """See `Session.plan`."""
         self._plan = self._group.plan(self._topk_idx)
         lap("plan")
+
+    def plan_static(self, lap: Lap) -> None:
+        """See `Session.plan_static`."""
+        assert self._static is not None, "only where has_static_plan says so"
+        self._static.plan(self._topk_idx)
+        lap("plan_static")
 
     def dispatch(self, x: Tensor, topk_weights: Tensor, lap: Lap) -> Received:
         """See `Session.dispatch`."""
@@ -127,11 +135,23 @@ class OwnSession:
     def close(self) -> None:
         """See `Session.close`."""
         self._kept, self._plan = [], None
+        if self._static is not None:
+            self._static.close()
         self._group.close()
 
     def _the_plan(self) -> Plan:
         assert self._plan is not None, "plan comes before dispatch"
         return self._plan
+
+
+def _open_static(work: Work, place: Place, config: EpConfig) -> EPGroup:
+    """A group that only plans, with room for any routing, so that its host never waits."""
+    static = dataclasses.replace(
+        config,
+        recv_capacity_rows=work.ranks * work.num_tokens * work.num_topk,
+        output_bytes=_SMALLEST_OUTPUT_BYTES,
+    )
+    return EPGroup.create(place.group, static)
 
 
 def _config(work: Work, tier: Literal["device", "reference"]) -> EpConfig:

@@ -17,8 +17,8 @@ from ep_dispatcher.bench.backends.base import (
     Lap,
     Layout,
     Place,
+    PlainSession,
     Received,
-    TakesAnyRows,
     Wire,
     class_name,
     file_of,
@@ -49,13 +49,12 @@ class Routes:
     tokens_per_expert: Tensor
 
 
-class TorchSession(TakesAnyRows):
+class TorchSession(PlainSession):
     """See `Session`."""
 
     layout: Layout = "expert_major"
     wire: Wire = "by_copy"
     persistent_bytes: int | None = 0
-    has_backward = True
 
     def __init__(self, work: Work, place: Place) -> None:
         """Make a group whose NCCL may use as many blocks as the work allows."""
