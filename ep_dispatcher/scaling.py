@@ -3,7 +3,7 @@
     python -m ep_dispatcher.scaling [--rates docs/results/one_domain.jsonl] [--out docs]
 
 Bytes are `accounting.expected_traffic`; rates of the kernels are those that one GPU showed; links
-have stated speeds. Nothing in it was measured across domains: docs/scaling.md lists what it assumes.
+have stated speeds. Nothing was measured across domains: docs/scaling.md lists what is assumed.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def estimate(config: EpConfig, num_domains: int, machine: Machine, rates: Rates)
 
 
 def typical_config(num_domains: int, domain_size: int) -> EpConfig:
-    """T=4096, H=7168, K=8, E=256 in BF16; one expert a rank where there are more ranks than that."""
+    """T=4096, H=7168, K=8, E=256 in BF16; one expert a rank where there are more ranks."""
     num_experts = max(256, num_domains * domain_size)
     shape = MoeShape(hidden=7168, num_topk=8, num_experts=num_experts)
     return EpConfig(shape=shape, max_tokens_per_rank=4096)
