@@ -11,8 +11,8 @@ set -euo pipefail
 
 config=$1
 shift
-# Lets Megatron's communication streams overlap with compute.
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32} # streams must not share queues
+[[ ${NNODES:-1} == 1 ]] || source "$(dirname "${BASH_SOURCE[0]}")/nccl_env.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec torchrun \
   --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" \
