@@ -95,7 +95,9 @@ def build_job(config: TrainConfig, runtime: Runtime) -> Job:
 
 
 def initialize_groups(config: TrainConfig) -> None:
-    """Make Megatron's process groups; collective."""
+    """Make Megatron's process groups, unless they are there; collective."""
+    if parallel_state.model_parallel_is_initialized():
+        return
     parallel = config.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
@@ -185,13 +187,8 @@ def _recompute_fields(recompute: str) -> dict[str, Any]:
     return {}
 
 
-def make_module(
-    config: TrainConfig,
-    megatron_config: TransformerConfig,
-    runtime: Runtime,
-    plugin: EpPlugin | None,
-) -> torch.nn.Module:
-    """The layers of this pipeline stage, on this rank's device."""
+def block_spec(config: TrainConfig, megatron_config: TransformerConfig, runtime: Runtime) -> Any:  # noqa: ANN401
+    """Specs of the layers of this pipeline stage, with Megatron's dispatcher."""
     spec = get_gpt_decoder_block_spec(
         megatron_config,
         use_transformer_engine=has_transformer_engine(runtime),
@@ -202,6 +199,17 @@ def make_module(
             layer.submodules.input_layernorm = ParallelNorm
             layer.submodules.pre_mlp_layernorm = ParallelNorm
         spec.layer_norm = ParallelNorm
+    return spec
+
+
+def make_module(
+    config: TrainConfig,
+    megatron_config: TransformerConfig,
+    runtime: Runtime,
+    plugin: EpPlugin | None,
+) -> torch.nn.Module:
+    """The layers of this pipeline stage, on this rank's device."""
+    spec = block_spec(config, megatron_config, runtime)
     if plugin is not None:
         spec = with_ep_dispatcher(spec, plugin)
     model = GPTModel(

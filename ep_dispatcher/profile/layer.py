@@ -1,0 +1,382 @@
+"""One MoE layer, forward and backward: Megatron's dispatcher, ours, and ours in chunks.
+
+    torchrun --nproc-per-node 4 -m ep_dispatcher.profile.layer --config configs/overlap_layer.yaml
+
+All variants have the same weights and tokens and take turns in every round. Times are of the
+slowest rank of a round; `hidden_fraction` is the part of the communication's time during which the
+experts of the same rank ran too. A variant "chunksN serial" has the chunks but one stream: the
+speed of its experts is what those of "chunksN" are compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_dispatcher.bench.results import ResultLog, summarise_times
+from ep_dispatcher.errors import ConfigError
+from ep_dispatcher.launch import OK
+from ep_dispatcher.megatron.options import OverlapOptions
+from ep_dispatcher.profile.clock import (
+    COMMUNICATION,
+    Clock,
+    ClockedBackend,
+    HostStamp,
+    Span,
+    hidden_ms,
+    total_ms,
+)
+from ep_dispatcher.train.config import TrainConfig, load_config
+from ep_dispatcher.train.progress import say
+from ep_dispatcher.train.runtime import Runtime, open_runtime
+
+COMPUTE = ("experts", "experts_backward")
+_WARM_UP = 3
+
+
+@dataclass(eq=False)
+class Variant:
+    """A layer to be timed.
+
+    Attributes:
+        name: shown.
+        layer: Megatron's module.
+        plugin: of ours; None for Megatron's dispatcher.
+        clock: records its phases.
+        times_ms: forward and backward of each round.
+        spans: of one round.
+        peak_bytes: device memory beyond what is there before a step.
+        difference: of its output from the first variant's, relative (2-norm).
+        error: why there is no result.
+    """
+
+    name: str
+    layer: Any
+    plugin: Any
+    clock: Clock
+    times_ms: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    spans: list[Span] = dataclasses.field(default_factory=list)
+    peak_bytes: int = 0
+    difference: float = 0.0
+    error: str = ""
+
+
+class LayerBench:
+    """Builds the variants and runs them in turn; all methods are collective.
+
+    Args:
+        config: one layer, its sizes and layout.
+        runtime: this rank.
+        chunks: numbers of chunks to try.
+    """
+
+    def __init__(self, config: TrainConfig, runtime: Runtime, chunks: Sequence[int]) -> None:
+        """Build all variants with the weights of the first."""
+        self._config, self._runtime = config, runtime
+        self._pool: Any = None
+        self._weights: list[Tensor] = []
+        self.variants = [self._build("alltoall", None), self._build("ours", self._options(1))]
+        for number in chunks:
+            for name in (f"chunks{number}", f"chunks{number} serial"):
+                self.variants.append(self._build(name, self._options(number)))
+        torch.manual_seed(config.train.seed + 1 + runtime.rank)
+        shape = (config.model.seq_length, config.train.micro_batch, config.model.hidden)
+        dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+        self._x = torch.randn(shape, device=runtime.device, dtype=dtype).requires_grad_()
+        self._grad = torch.randn(shape, device=runtime.device, dtype=dtype)
+
+    def run(self, rounds: int) -> None:
+        """Check each variant against the first, warm up, time, and record one round of each."""
+        first = self._output(self.variants[0])
+        for variant in self.variants:
+            variant.difference = _relative(self._output(variant), first)
+            self._clock_backend(variant)
+            for _ in range(_WARM_UP):
+                self._step(variant)
+        for _ in range(rounds):
+            for variant in self.variants:
+                variant.times_ms.append(self._step(variant))
+        for variant in self.variants:
+            self._measure_memory(variant)
+            dist.barrier()
+            variant.clock.start()
+            self._step(variant)
+            variant.spans = variant.clock.stop()
+
+    def close(self) -> None:
+        """Close the groups."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _options(self, chunks: int) -> Any:  # noqa: ANN401
+        return dataclasses.replace(
+            self._config.ep_dispatcher, overlap=OverlapOptions(chunks=chunks)
+        )
+
+    def _build(self, name: str, options: Any) -> Variant:  # noqa: ANN401
+        """A layer with its clock; the groups of all of ours are shared."""
+        from megatron.core.transformer.spec_utils import build_module
+
+        from ep_dispatcher.megatron.plugin import EpPlugin, with_ep_dispatcher
+        from ep_dispatcher.train.model import block_spec, make_megatron_config
+
+        dispatcher = "alltoall" if options is None else "ep_dispatcher"
+        train = dataclasses.replace(self._config.train, dispatcher=dispatcher)
+        config = dataclasses.replace(self._config, train=train)
+        megatron_config = make_megatron_config(config, self._runtime)
+        spec, plugin = block_spec(config, megatron_config, self._runtime), None
+        if options is not None:
+            plugin = EpPlugin(options)
+            plugin.pool = self._pool = self._pool or plugin.pool
+            spec = with_ep_dispatcher(spec, plugin)
+            if name.endswith("serial") and self._runtime.on_gpu:
+                plugin._communication = torch.cuda.current_stream()
+        mlp = spec.layer_specs[-1].submodules.mlp
+        torch.manual_seed(config.train.seed)
+        if callable(mlp):
+            layer = mlp(config=megatron_config)
+        else:
+            layer = build_module(mlp, config=megatron_config)
+        layer.set_layer_number(1)
+        layer = layer.to(self._runtime.device)
+        if megatron_config.bf16:
+            layer = layer.bfloat16()
+        self._weights = self._weights or list(layer.parameters())
+        for own, given in zip(layer.parameters(), self._weights, strict=True):
+            own.data.copy_(given.data)
+        clock = Clock(_make_stamp if self._runtime.on_gpu else HostStamp)
+        layer.experts.forward = clock.wrap("experts", layer.experts.forward)
+        if options is None:
+            steps = layer.token_dispatcher
+            steps.token_dispatch = clock.wrap("dispatch", steps.token_dispatch)
+            steps.token_combine = clock.wrap("combine", steps.token_combine)
+        return Variant(name, layer, plugin, clock)
+
+    def _clock_backend(self, variant: Variant) -> None:
+        """Record the calls of our tier with the clock of the variant that is running."""
+        if variant.plugin is None:
+            return
+        for lease in self._pool._leases.values():
+            backend = lease.group._backend
+            if not isinstance(backend, ClockedBackend):
+                lease.group._backend = ClockedBackend(backend, variant.clock)
+            lease.group._backend.clock = variant.clock
+
+    def _output(self, variant: Variant) -> Tensor:
+        with torch.no_grad():
+            out: Tensor = variant.layer(self._x)[0]
+        return out
+
+    def _step(self, variant: Variant) -> tuple[float, float]:
+        """Forward and backward once; returns their times in ms."""
+        self._clock_backend(variant)
+        self._x.grad = None
+        for parameter in variant.layer.parameters():
+            parameter.grad = None
+        if self._runtime.on_gpu:
+            torch.cuda.synchronize()
+        dist.barrier()
+        if self._runtime.on_gpu:
+            torch.cuda.synchronize()
+        make = _make_stamp if self._runtime.on_gpu else HostStamp
+        stamps = [make() for _ in range(3)]
+        stamps[0].record()
+        out, _ = variant.layer(self._x)
+        stamps[1].record()
+        out.backward(self._grad)
+        stamps[2].record()
+        if self._runtime.on_gpu:
+            torch.cuda.synchronize()
+        return stamps[0].elapsed_time(stamps[1]), stamps[1].elapsed_time(stamps[2])
+
+    def _measure_memory(self, variant: Variant) -> None:
+        """Peak of a step beyond what is held before it; 0 on the CPU, where nothing counts it."""
+        for parameter in variant.layer.parameters():
+            parameter.grad = None
+        self._x.grad = None
+        if not self._runtime.on_gpu:
+            return
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self._step(variant)
+        variant.peak_bytes = torch.cuda.max_memory_allocated() - before
+
+
+def summarise(variant: Variant, runtime: Runtime) -> dict[str, Any]:
+    """What a variant showed over all ranks; collective. Empty but on the first rank."""
+    own = {
+        "forward": [each[0] for each in variant.times_ms],
+        "backward": [each[1] for each in variant.times_ms],
+        "step": [sum(each) for each in variant.times_ms],
+        "communication_ms": total_ms(variant.spans, COMMUNICATION),
+        "hidden_ms": hidden_ms(variant.spans, COMMUNICATION, COMPUTE),
+        "experts_ms": total_ms(variant.spans, COMPUTE),
+        "phases_ms": {
+            name: round(total_ms(variant.spans, (name,)), 4)
+            for name in sorted({span.name for span in variant.spans})
+        },
+        "peak_bytes": variant.peak_bytes,
+        "difference": variant.difference,
+    }
+    told: list[Any] = [None] * runtime.num_ranks
+    dist.all_gather_object(told, own)
+    if not runtime.is_first:
+        return {}
+    communication = sum(each["communication_ms"] for each in told)
+    return {
+        "times_us": {
+            phase: summarise_times(
+                [max(ranks) * 1e3 for ranks in zip(*(each[phase] for each in told), strict=True)]
+            )
+            for phase in ("forward", "backward", "step")
+        },
+        "hidden_fraction": round(sum(each["hidden_ms"] for each in told) / communication, 4)
+        if communication
+        else None,
+        "communication_us": round(communication / len(told) * 1e3, 1),
+        "experts_us": round(sum(each["experts_ms"] for each in told) / len(told) * 1e3, 1),
+        "phases_us_rank0": {name: value * 1e3 for name, value in told[0]["phases_ms"].items()},
+        "peak_bytes": max(each["peak_bytes"] for each in told),
+        "difference": max(each["difference"] for each in told),
+    }
+
+
+def record(
+    summaries: dict[str, dict[str, Any]], config: TrainConfig, log: ResultLog, experts: str
+) -> None:
+    """Append three lines a variant: forward, backward, and both."""
+    model, parallel = config.model, config.parallel
+    serial = {name: each["experts_us"] for name, each in summaries.items()}
+    for name, found in summaries.items():
+        slow_down = None
+        if serial.get(f"{name} serial"):
+            slow_down = round(found["experts_us"] / serial[f"{name} serial"], 4)
+        for phase, times in found["times_us"].items():
+            log.write(
+                sharing="mps" if parallel.ranks_share_gpu else _sharing(config),
+                suite="overlap",
+                backend="megatron/alltoall" if name == "alltoall" else found["backend"],
+                variant=name,
+                phase="step" if phase == "step" else f"layer_{phase}",
+                layout="expert_major",
+                experts=experts,
+                ranks=parallel.ep_size,
+                domains=1,
+                num_sms=config.ep_dispatcher.num_sms,
+                num_tokens=config.tokens_per_rank,
+                hidden=model.hidden,
+                expert_ffn_hidden=model.expert_ffn_hidden,
+                num_topk=model.num_topk,
+                num_experts=model.num_experts,
+                dtype=model.dtype,
+                routing="router",
+                seed=config.train.seed,
+                checked=found["difference"] < 1e-2,
+                difference=found["difference"],
+                **times,
+                hidden_fraction=found["hidden_fraction"],
+                communication_us=found["communication_us"],
+                experts_us=found["experts_us"],
+                gemm_slow_down=slow_down,
+                phases_us_rank0=found["phases_us_rank0"],
+                peak_bytes=found["peak_bytes"] or None,
+            )
+
+
+def main(words: Sequence[str]) -> int:
+    """Be one rank of the measurement; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="ep_dispatcher.profile.layer", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--out", type=Path, default=Path("docs/results/overlap.jsonl"))
+    parser.add_argument("--spans", type=Path, help="JSON file for the phases of each rank")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--chunks", default="2,4", help="numbers of chunks, with commas")
+    args = parser.parse_args(words)
+    config = load_config(args.config, args.overrides)
+    if config.model.num_layers != 1:
+        raise ConfigError(f"model.num_layers is {config.model.num_layers}; this measures 1 layer")
+    runtime = open_runtime(config)
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from ep_dispatcher.train.model import initialize_groups
+
+    initialize_groups(config)
+    model_parallel_cuda_manual_seed(config.train.seed)
+    chunks = [int(number) for number in args.chunks.split(",") if number]
+    bench = LayerBench(config, runtime, chunks)
+    bench.run(args.rounds)
+    log = ResultLog(args.out, [sys.executable, "-m", "ep_dispatcher.profile.layer", *words])
+    _report(bench, config, runtime, log)
+    if args.spans is not None:
+        _write_spans(bench, runtime, args.spans)
+    with contextlib.suppress(RuntimeError):
+        bench.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return OK
+
+
+def _report(bench: LayerBench, config: TrainConfig, runtime: Runtime, log: ResultLog) -> None:
+    """Record all variants and print a line for each."""
+    summaries = {}
+    for variant in bench.variants:
+        found = summarise(variant, runtime)
+        if variant.plugin is not None and found:
+            tiers = {lease.group.tier for lease in variant.plugin.pool._leases.values()}
+            found["backend"] = "ep_dispatcher/" + "+".join(sorted(tiers))
+        summaries[variant.name] = found
+    if not runtime.is_first:
+        return
+    experts = type(bench.variants[0].layer.experts).__name__
+    record(summaries, config, log, experts)
+    say(f"one layer, experts {experts}, {runtime.describe()}; ms, slowest rank, median")
+    for name, found in summaries.items():
+        times = {phase: each["median_us"] / 1e3 for phase, each in found["times_us"].items()}
+        say(
+            f"{name:16s} forward {times['forward']:8.3f} backward {times['backward']:8.3f} "
+            f"step {times['step']:8.3f}  communication {found['communication_us'] / 1e3:7.3f} "
+            f"hidden {found['hidden_fraction']}  experts {found['experts_us'] / 1e3:8.3f}  "
+            f"peak {found['peak_bytes'] / 1e9:.3f} GB  difference {found['difference']:.1e}"
+        )
+
+
+def _write_spans(bench: LayerBench, runtime: Runtime, path: Path) -> None:
+    """The recorded round of every variant on every rank, for pictures."""
+    own = {each.name: [list(span) for span in each.spans] for each in bench.variants}
+    told: list[Any] = [None] * runtime.num_ranks
+    dist.all_gather_object(told, own)
+    if runtime.is_first:
+        path.write_text(json.dumps(told))
+
+
+def _relative(values: Tensor, other: Tensor) -> float:
+    """Size of a difference relative to the second (2-norms)."""
+    size = other.float().norm()
+    return float((values.float() - other.float()).norm() / size)
+
+
+def _make_stamp() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def _sharing(config: TrainConfig) -> str:
+    return "cpu" if not torch.cuda.is_available() else "one per gpu"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,190 @@
+"""Trains the same model with several dispatchers, one after the other, and compares the losses.
+
+    torchrun --nproc-per-node 4 -m ep_dispatcher.profile.parity --config configs/one_gpu_4ranks.yaml
+
+Every variant starts from the same seed and reads the same text. Ours passes if its losses differ
+from alltoall's by no more than those of Megatron's allgather do, and if it gives the same bits
+when it is run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_dispatcher.bench.results import ResultLog
+from ep_dispatcher.launch import OK
+from ep_dispatcher.megatron.options import OverlapOptions
+from ep_dispatcher.train.config import TrainConfig, load_config
+from ep_dispatcher.train.data import Corpus, load_corpus
+from ep_dispatcher.train.progress import say
+from ep_dispatcher.train.runtime import Runtime, open_runtime
+
+VARIANTS = (
+    "alltoall",
+    "allgather",
+    "ours",
+    "ours again",
+    "chunks",
+    "chunks again",
+    "ours 1f1b",
+    "alltoall 1f1b",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one variant showed.
+
+    Attributes:
+        losses: of each step.
+        digest: of all parameters of this rank at the end.
+        step_s: median time of a step.
+        tiers: of our groups.
+        error: why it ended early.
+    """
+
+    losses: list[float]
+    digest: float
+    step_s: float
+    tiers: str
+    error: str = ""
+
+
+def config_of(name: str, config: TrainConfig, chunks: int) -> TrainConfig:
+    """The config of a variant."""
+    dispatcher = name.split()[0]
+    overlap = OverlapOptions(chunks=chunks if dispatcher == "chunks" else 1)
+    ours = dispatcher in ("ours", "chunks")
+    return dataclasses.replace(
+        config,
+        train=dataclasses.replace(
+            config.train,
+            dispatcher="ep_dispatcher" if ours else dispatcher,
+            overlap=name.endswith("1f1b"),
+            log_every=1,
+        ),
+        ep_dispatcher=dataclasses.replace(config.ep_dispatcher, overlap=overlap),
+    )
+
+
+def train(config: TrainConfig, corpus: Corpus, runtime: Runtime) -> Run:
+    """Train one variant from its seed; collective."""
+    from ep_dispatcher.train.loop import Trainer, tiers_of
+    from ep_dispatcher.train.model import build_job
+
+    job = build_job(config, runtime)
+    trainer = Trainer(config, corpus, runtime, job)
+    losses, times = [], []
+    for step in range(config.train.steps):
+        started = time.perf_counter()
+        line = trainer.step(step)
+        times.append(time.perf_counter() - started)
+        assert line is not None
+        losses.append(line.loss)
+    digest = torch.stack(
+        [
+            each.detach().double().abs().sum() + each.detach().double().sum()
+            for each in job.chunk.parameters()
+        ]
+    ).sum()
+    tiers = "+".join(sorted(tiers_of(job)))
+    job.close()
+    return Run(losses, float(digest), statistics.median(times), tiers)
+
+
+def worst(losses: Sequence[float], others: Sequence[float]) -> float:
+    """Largest difference of two losses of one step."""
+    return max(abs(one - other) for one, other in zip(losses, others, strict=True))
+
+
+def record(runs: dict[str, Run], config: TrainConfig, log: ResultLog) -> list[str]:
+    """Append a line a variant; returns what to print."""
+    reference, words = runs["alltoall"], []
+    allowed = worst(runs["allgather"].losses, reference.losses) if "allgather" in runs else None
+    for name, run in runs.items():
+        repeated = runs.get(f"{name} again")
+        same_bits = (
+            None
+            if repeated is None
+            else repeated == dataclasses.replace(run, step_s=repeated.step_s)
+        )
+        ours = name.startswith(("ours", "chunks"))
+        difference = worst(run.losses, reference.losses)
+        log.write(
+            sharing="mps" if config.parallel.ranks_share_gpu else "one per gpu",
+            suite="train",
+            backend=f"ep_dispatcher/{run.tiers}" if ours else f"megatron/{name.split()[0]}",
+            variant=name,
+            phase="step",
+            ranks=config.parallel.num_ranks,
+            num_sms=config.ep_dispatcher.num_sms,
+            num_tokens=config.tokens_per_rank,
+            hidden=config.model.hidden,
+            num_topk=config.model.num_topk,
+            num_experts=config.model.num_experts,
+            dtype=config.model.dtype,
+            seed=config.train.seed,
+            steps=len(run.losses),
+            first_loss=run.losses[0],
+            last_loss=run.losses[-1],
+            losses=[round(loss, 6) for loss in run.losses],
+            max_loss_difference=difference,
+            allgather_loss_difference=allowed,
+            checked=ours and allowed is not None and difference <= allowed,
+            same_bits_again=same_bits,
+            median_us=round(run.step_s * 1e6, 1),
+        )
+        words.append(
+            f"{name:14s} loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}  from alltoall "
+            f"{difference:.2e}  step {run.step_s * 1e3:.1f} ms  {run.tiers}"
+            + ("" if same_bits is None else f"  same bits again: {same_bits}")
+        )
+    return words
+
+
+def main(words: Sequence[str]) -> int:
+    """Be one rank; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="ep_dispatcher.profile.parity", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--chunks", type=int, default=2)
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--out", type=Path, default=Path("docs/results/train.jsonl"))
+    args = parser.parse_args(words)
+    config = load_config(args.config, [*args.overrides, f"train.steps={args.steps}"])
+    runtime = open_runtime(config)
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    corpus = load_corpus(config.data, config.model.seq_length)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # of what is Megatron's and torch's
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    runs: dict[str, Run] = {}
+    for name in args.variants.split(","):
+        runs[name] = train(config_of(name, config, args.chunks), corpus, runtime)
+        gc.collect()
+        if runtime.is_first:
+            say(f"{name}: {runs[name].losses[0]:.6f} -> {runs[name].losses[-1]:.6f}")
+    if runtime.is_first:
+        command: list[Any] = [sys.executable, "-m", "ep_dispatcher.profile.parity", *words]
+        for line in record(runs, config, ResultLog(args.out, command)):
+            say(line)
+    dist.barrier()
+    dist.destroy_process_group()
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
