@@ -1,0 +1,253 @@
+"""`ep-dispatcher doctor --nccl`: what it starts, what it tells; with a GPU, over the loopback plugin.
+
+With a GPU and g++, several ranks share the GPU; run it under MPS, or each hand-over takes
+milliseconds. LOOPBACK_RMA_PLUGIN may name a plugin that was built already.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ep_dispatcher import cli, doctor_nccl, native
+from ep_dispatcher.communicator import topology_from
+from ep_dispatcher.doctor_nccl import NcclReport, Trip
+from ep_dispatcher.errors import ConfigError, UnavailableError
+
+ROOT = Path(__file__).parents[1]
+GOOD = Trip(0, 2, 50.0, 40.0, finished=21, rounds=21, wrong_words=0)
+SILENT = Trip(1, 3, None, None, finished=0, rounds=21, wrong_words=0)
+WRONG = Trip(1, 3, 50.0, 40.0, finished=21, rounds=21, wrong_words=7)
+NUM_ROUNDS, PUT_BYTES = doctor_nccl.ROUNDS, 4096
+
+
+def report(*trips: Trip) -> NcclReport:
+    """Four ranks on one host, two on each GPU."""
+    return NcclReport(
+        hosts=("node0",) * 4,
+        gpus=("H200 (0)", "H200 (0)", "H200 (1)", "H200 (1)"),
+        num_domains=2,
+        domain_size=2,
+        gin="proxy",
+        nccl_version="2.30.7",
+        nccl_path="libnccl.so.2",
+        headers_version="2.30.7",
+        variables={"NCCL_LSA_TEAM_SIZE": "2"},
+        trips=trips,
+    )
+
+
+@pytest.mark.parametrize(
+    ("trip", "verdict"),
+    [(GOOD, "ok"), (SILENT, "no answer to round trip 1 in 10 s"), (WRONG, "7 wrong words")],
+)
+def test_a_rail_is_judged_by_answers_and_bytes(trip: Trip, verdict: str) -> None:
+    assert trip.verdict == verdict
+    assert report(GOOD, trip).ok == (verdict == "ok")
+    assert report(trip).to_dict()["ok"] == (verdict == "ok")
+
+
+def test_facts_name_what_a_user_has_to_know() -> None:
+    facts = dict(report(GOOD).facts())
+    assert facts["ranks"].endswith("2 share a GPU with another")
+    assert facts["NVLink domains"] == "2 of 2 rank(s)"
+    assert "CPU thread" in facts["GIN between domains"]
+    assert facts["environment"] == "NCCL_LSA_TEAM_SIZE=2"
+
+
+def test_ranks_get_the_variables_that_sharing_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only if they share; and what the user has set stays."""
+    for name in ("NCCL_LSA_TEAM_SIZE", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_NVLS_ENABLE"):
+        monkeypatch.delenv(name, raising=False)
+    alone = doctor_nccl.rank_environment(1, 2, 2, None, 1234)
+    assert "NCCL_MULTI_RANK_GPU_ENABLE" not in alone
+    assert "NCCL_LSA_TEAM_SIZE" not in alone
+    assert (alone["RANK"], alone["LOCAL_RANK"], alone["WORLD_SIZE"]) == ("1", "1", "2")
+    assert alone["MASTER_PORT"] == "1234"
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "2")
+    shared = doctor_nccl.rank_environment(0, 4, 1, 2, 1234)
+    assert shared["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert shared["NCCL_LSA_TEAM_SIZE"] == "2"
+    assert shared["NCCL_NVLS_ENABLE"] == "2"
+
+
+@pytest.mark.parametrize("domain_size", [0, 3, 8])
+def test_a_domain_size_that_does_not_divide_is_refused(domain_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"domain size {domain_size} does not divide 4 ranks"):
+        doctor_nccl.rank_environment(0, 4, 1, domain_size, 1234)
+
+
+def test_without_a_gpu_the_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(native, "missing_reason", lambda: "no GPU is visible (none)")
+    assert cli.main(["doctor", "--nccl"]) == cli.USER_ERROR
+    assert "NCCL was not probed: no GPU is visible" in capsys.readouterr().err
+
+
+def test_rank_0_prints_a_row_for_each_rail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And fails the command if one is bad."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(doctor_nccl, "probe", lambda: report(GOOD, SILENT))
+    assert cli.main(["doctor", "--nccl"]) == cli.FAILED
+    told = capsys.readouterr().out
+    assert "0 <-> 2" in told
+    assert "no answer to round trip 1" in told
+    monkeypatch.setattr(doctor_nccl, "probe", lambda: report(GOOD))
+    assert cli.main(["doctor", "--nccl", "--json"]) == cli.OK
+    assert json.loads(capsys.readouterr().out)["trips"][0]["peer"] == 2
+
+
+def test_other_ranks_print_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(doctor_nccl, "probe", lambda: None)
+    assert cli.main(["doctor", "--nccl"]) == cli.OK
+    assert capsys.readouterr().out == ""
+
+
+def test_srun_needs_an_address_to_meet_at(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("PROCID", "3"), ("NTASKS", "16"), ("LOCALID", "3"), ("STEP_ID", "0")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert cli.main(["doctor", "--nccl"]) == cli.USER_ERROR
+    assert "MASTER_ADDR is not set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("num_domains", "ep_size", "wanted", "domain_size"),
+    [(1, 8, None, 8), (2, 8, None, 4), (2, 8, 4, 4), (8, 8, 1, 1), (2, 12, 6, 6)],
+)
+def test_domains_are_those_that_nccl_sees(
+    num_domains: int, ep_size: int, wanted: int | None, domain_size: int
+) -> None:
+    assert topology_from(num_domains, ep_size, wanted).domain_size == domain_size
+
+
+@pytest.mark.parametrize(
+    ("num_domains", "ep_size", "wanted", "told"),
+    [
+        (1, 8, 4, "NCCL_LSA_TEAM_SIZE=4"),
+        (2, 8, 8, "domains have 4 ranks"),
+        (3, 8, None, "one size"),
+    ],
+)
+def test_a_topology_that_cannot_be_is_refused(
+    num_domains: int, ep_size: int, wanted: int | None, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        topology_from(num_domains, ep_size, wanted)
+
+
+# --- with a GPU: NCCL's own GIN over the plugin ---
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A built plugin."""
+    built = os.environ.get("LOOPBACK_RMA_PLUGIN")
+    if built is not None:
+        return built
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to build the loopback plugin with")
+    path = tmp_path_factory.mktemp("plugin") / "libloopback_rma.so"
+    subprocess.run([ROOT / "scripts/build_loopback_rma.sh", path], check=True)
+    return str(path)
+
+
+def run_doctor(plugin: str | None, ranks: int, domain_size: int, **variables: str) -> Any:  # noqa: ANN401
+    """Run the command; returns the finished process."""
+    environment = {key: value for key, value in os.environ.items() if "LOOPBACK_RMA" not in key}
+    environment |= {"NCCL_RMA_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"}
+    if plugin is not None:
+        environment |= {"NCCL_RMA_PLUGIN": plugin, "NCCL_GIN_TYPE": "2"}
+    words = ["doctor", "--nccl", "--json", "--ranks", str(ranks), "--domain-size"]
+    return subprocess.run(
+        [sys.executable, "-m", "ep_dispatcher", *words, str(domain_size)],
+        env=environment | {f"LOOPBACK_RMA_{key}": value for key, value in variables.items()},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def json_of(finished: Any) -> dict[str, Any]:  # noqa: ANN401
+    """The report, from the first line that opens it."""
+    text = finished.stdout
+    assert "{" in text, finished.stderr
+    values: dict[str, Any] = json.loads(text[text.index("{\n") :])
+    return values
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize(("ranks", "domain_size"), [(2, 1), (4, 2), (4, 1)])
+@pytest.mark.parametrize("chaos", [False, True], ids=["plain", "late and reordered"])
+def test_every_rail_answers_with_the_right_bytes(
+    plugin: str, tmp_path: Path, ranks: int, domain_size: int, chaos: bool
+) -> None:
+    """And the plugin has seen one put and one signal for each way of each round trip."""
+    variables = {"STATS": str(tmp_path)}
+    if chaos:
+        variables |= {"DELAY_US": "300", "REORDER": "1", "SEED": "5"}
+    finished = run_doctor(plugin, ranks, domain_size, **variables)
+    assert finished.returncode == 0, finished.stderr
+    values = json_of(finished)
+    assert (values["num_domains"], values["gin"]) == (ranks // domain_size, "proxy")
+    domains = ranks // domain_size
+    assert len(values["trips"]) == domain_size * domains * (domains - 1) // 2
+    counted = [json.loads(line) for path in tmp_path.iterdir() for line in path.open()]
+    pairs = {(trip["rank"], trip["peer"]) for trip in values["trips"]}
+    pairs |= {(peer, rank) for rank, peer in pairs}
+    want = {(*pair, "put", PUT_BYTES, NUM_ROUNDS) for pair in pairs}
+    want |= {(*pair, "signal", 0, NUM_ROUNDS) for pair in pairs}
+    assert {
+        (row["rank"], row["peer"], row["kind"], row["bytes"], row["count"]) for row in counted
+    } == want
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    "fault", ["drop:rank=1:after=6", "fail:rank=1:after=6", "stall:rank=1:after=6"]
+)
+def test_a_network_that_fails_is_told_and_hangs_nobody(plugin: str, fault: str) -> None:
+    """Three round trips are answered; the fourth is not."""
+    finished = run_doctor(plugin, 2, 1, FAULT=fault)
+    assert finished.returncode == cli.FAILED
+    (trip,) = json_of(finished)["trips"]
+    assert trip["finished"] == 3
+    assert trip["wrong_words"] == 0
+
+
+@pytest.mark.gpu(1)
+def test_domains_without_gin_are_refused_with_what_to_do() -> None:
+    finished = run_doctor(None, 2, 1)
+    assert finished.returncode == cli.USER_ERROR
+    assert "span 2 NVLink domains" in finished.stderr
+    assert "docs/loopback_rma.md" in finished.stderr
+
+
+def test_a_rank_without_a_module_raises_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here as a world of one rank."""
+    monkeypatch.setattr(native, "missing_reason", lambda: "no GPU is visible (none)")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", str(doctor_nccl._free_port()))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with pytest.raises(UnavailableError, match="on rank 0: no GPU is visible"):
+        doctor_nccl.probe()
