@@ -185,15 +185,15 @@ def rank_environment(
     Raises:
         ConfigError: a domain size that does not divide the ranks.
     """
+    if domain_size is not None and (domain_size < 1 or size % domain_size):
+        raise ConfigError(f"domain size {domain_size} does not divide {size} ranks")
     values = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     if size > num_gpus:
         values["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # since NCCL 2.30.3; refused without it
         values["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast cannot serve ranks that share a GPU
-    if domain_size is not None:
-        if domain_size < 1 or size % domain_size:
-            raise ConfigError(f"domain size {domain_size} does not divide {size} ranks")
-        values["NCCL_LSA_TEAM_SIZE"] = str(domain_size)
     values |= dict(os.environ)
+    if domain_size is not None:
+        values["NCCL_LSA_TEAM_SIZE"] = str(domain_size)
     values |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     return values | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
@@ -268,18 +268,24 @@ def _trips(collectives: Collectives, communicator: Any, topology: Topology) -> l
     stream = torch.cuda.current_stream()
     module.probe_rails(rails, arena, ROUNDS, WAIT_TIMEOUT_S, results.data_ptr(), stream.cuda_stream)
     stream.synchronize()
-    gather_json(collectives, None)  # all are done
-    rails.close()
-    arena.close()
     mine = topology.domain_of(collectives.rank)
-    return [
+    trips = [
         _trip(
             module.read_probe_result(results.data_ptr(), domain),
             collectives.rank,
             topology.rail_peer(collectives.rank, domain),
         )
-        for domain in range(mine + 1, topology.num_domains)
+        for domain in range(topology.num_domains)
+        if domain != mine
     ]
+    if all(gather_json(collectives, all(trip.verdict == "ok" for trip in trips))):
+        rails.close()
+        arena.close()
+    else:  # NCCL may wait for ever for what was lost
+        communicator.abort()
+        rails.forget()
+        arena.forget()
+    return [trip for trip in trips if trip.rank < trip.peer]
 
 
 def _trip(result: dict[str, int], rank: int, peer: int) -> Trip:

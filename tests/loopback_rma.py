@@ -81,8 +81,8 @@ class Row(NamedTuple):
     rank: int
     peer: int
     kind: str
-    bytes: int
-    count: int
+    size: int
+    number: int
 
 
 class Plugin:
@@ -130,7 +130,8 @@ class Rank:
         """Listen; `connect` does the rest."""
         self.plugin = plugin
         self.handle = ctypes.create_string_buffer(HANDLE_BYTES)
-        self.window = (ctypes.c_uint8 * WINDOW_BYTES)()
+        self._memory = (ctypes.c_uint8 * WINDOW_BYTES)()
+        self.window = memoryview(self._memory).cast("B")
         self.signals = (c_uint64 * NUM_SIGNALS)()
         self._num_contexts = num_contexts
         self._instance, self._listener = _POINTER(), _POINTER()
@@ -147,11 +148,11 @@ class Rank:
         self.plugin.call("close_listener", self._listener)
         config = (c_int * 3)(self._num_contexts, 0, 1)
         self.plugin.call("create_context", self.collective, byref(config), byref(self.context))
-        for memory, region in zip((self.window, self.signals), self._regions, strict=True):
+        places = ((self._memory, WINDOW_BYTES), (self.signals, 8 * NUM_SIGNALS))
+        for (memory, size), region in zip(places, self._regions, strict=True):
             self.plugin.call(
-                "register_region", self.collective, memory, len(bytes(memory)), HOST, 0,
-                byref(region),
-            )  # fmt: skip
+                "register_region", self.collective, memory, size, HOST, 0, byref(region)
+            )
 
     def put(self, peer: int, source: int, size: int, target: int, context: int = 0) -> Any:  # noqa: ANN401
         """Post a put from our window to the peer's; returns its request."""

@@ -1,4 +1,4 @@
-"""`ep-dispatcher doctor --nccl`: what it starts, what it tells; with a GPU, over the loopback plugin.
+"""`ep-dispatcher doctor --nccl`: what it starts, what it tells; on a GPU, over the plugin.
 
 With a GPU and g++, several ranks share the GPU; run it under MPS, or each hand-over takes
 milliseconds. LOOPBACK_RMA_PLUGIN may name a plugin that was built already.
@@ -187,10 +187,10 @@ def run_doctor(plugin: str | None, ranks: int, domain_size: int, **variables: st
 
 
 def json_of(finished: Any) -> dict[str, Any]:  # noqa: ANN401
-    """The report, from the first line that opens it."""
+    """The report; NCCL may have written lines around it."""
     text = finished.stdout
-    assert "{" in text, finished.stderr
-    values: dict[str, Any] = json.loads(text[text.index("{\n") :])
+    assert "{\n" in text, finished.stderr
+    values: dict[str, Any] = json.JSONDecoder().raw_decode(text, text.index("{\n"))[0]
     return values
 
 

@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,12 @@ def fill(rank: Rank, seed: int) -> bytes:
 
 def settle(rank: Rank, requests: list[object]) -> bool:
     """Wait for requests, each polled until it is done."""
-    return all(wait_until(lambda r=request: rank.is_done(r)) for request in requests)
+    return all(wait_until(partial(rank.is_done, request)) for request in requests)
+
+
+def wait_for_signal(rank: Rank, signal: int, value: int, timeout_s: float = 10.0) -> bool:
+    """Whether a signal of `rank` had that value in time."""
+    return wait_until(lambda: rank.signals[signal] == value, timeout_s)
 
 
 def square(ranks: list[Rank]) -> list[tuple[int, Rank, int]]:
@@ -68,7 +74,7 @@ def test_a_put_moves_its_bytes_and_no_others(pair: list[Rank], size: int) -> Non
     content = fill(pair[0], size)
     pair[0].put(1, HALF - size, size, HALF)
     pair[0].signal(1, 3)
-    assert wait_until(lambda: pair[1].signals[3] == 1)
+    assert wait_for_signal(pair[1], 3, 1)
     assert bytes(pair[1].window[HALF : HALF + size]) == content[HALF - size :]
     assert not any(pair[1].window[HALF + size :])
     assert not any(pair[1].window[:HALF])
@@ -90,8 +96,7 @@ def test_a_strong_signal_comes_after_all_puts_before_it(plugin: Plugin, num_rank
                 rank.signal(peer, 2 * me + context, context=context)
         for me, _, peer in square(ranks):
             for context in range(2):
-                signals = ranks[peer].signals
-                assert wait_until(lambda s=signals, n=2 * me + context: s[n] == 1)
+                assert wait_for_signal(ranks[peer], 2 * me + context, 1)
                 for number in range(context, count, 2):
                     start = HALF + (me * count + number) * size
                     got = bytes(ranks[peer].window[start : start + size])
@@ -106,7 +111,7 @@ def test_a_weak_signal_may_come_before_a_put(pair: list[Rank]) -> None:
         pair[0].window[number] = 1 + number
         pair[0].put(1, number, 1, HALF + number)
         pair[0].signal(1, 0, strong=False)
-        assert wait_until(lambda n=number: pair[1].signals[0] == n + 1)
+        assert wait_for_signal(pair[1], 0, number + 1)
         overtaken += pair[1].window[HALF + number] != 1 + number
     assert overtaken
 
@@ -118,7 +123,7 @@ def test_puts_may_pass_each_other(pair: list[Rank]) -> None:
     for number in range(100):
         pair[0].put(1, number, 1, HALF)
     pair[0].signal(1, 0)
-    assert wait_until(lambda: pair[1].signals[0] == 1)
+    assert wait_for_signal(pair[1], 0, 1)
     assert pair[1].window[HALF] != 99
 
 
@@ -133,7 +138,7 @@ def test_a_source_is_read_late_but_not_after_its_request(pair: list[Rank]) -> No
         assert settle(pair[0], [request])
         pair[0].window[0] = 3
         pair[0].signal(1, 0)
-        assert wait_until(lambda n=number: pair[1].signals[0] == n + 1)
+        assert wait_for_signal(pair[1], 0, number + 1)
         assert pair[1].window[HALF + 2 * number] != 3
         changed += pair[1].window[HALF + 2 * number] == 2
     assert changed
@@ -144,7 +149,7 @@ def test_signals_add_up(pair: list[Rank]) -> None:
     for _ in range(500):
         for rank in pair:
             rank.signal(1, 5)
-    assert wait_until(lambda: pair[1].signals[5] == 1000)
+    assert wait_for_signal(pair[1], 5, 1000)
 
 
 @pytest.mark.parametrize("peer", [0, 1])
@@ -203,8 +208,8 @@ def test_a_dropped_put_is_complete_here_and_never_signalled_there(
     pair[0].signal(1, 0)
     pair[0].signal(1, 1, context=1)
     assert settle(pair[0], requests)
-    assert wait_until(lambda: pair[1].signals[1] == 1)
-    assert not wait_until(lambda: pair[1].signals[0] == 1, timeout_s=0.2)
+    assert wait_for_signal(pair[1], 1, 1)
+    assert not wait_for_signal(pair[1], 0, 1, timeout_s=0.2)
 
 
 def test_a_failed_put_is_told_by_its_request_and_by_query(plugin: Plugin, pair: list[Rank]) -> None:
@@ -222,8 +227,8 @@ def test_a_stall_ends_when_it_was_told_to(plugin: Plugin, pair: list[Rank]) -> N
     assert plugin.inject("stall:rank=0:ms=300")
     pair[0].put(1, 0, 16, HALF)
     pair[0].signal(1, 0)
-    assert not wait_until(lambda: pair[1].signals[0] == 1, timeout_s=0.15)
-    assert wait_until(lambda: pair[1].signals[0] == 1)
+    assert not wait_for_signal(pair[1], 0, 1, timeout_s=0.15)
+    assert wait_for_signal(pair[1], 0, 1)
 
 
 def test_a_stall_for_ever_does_not_keep_a_rank_from_closing(plugin: Plugin) -> None:
