@@ -1,4 +1,4 @@
-"""The `ep-dispatcher` command: train, plan, doctor, bench.
+"""The `ep-dispatcher` command: train, profile, plan, doctor, bench.
 
 A user's mistake is printed as one line that says what to do, with exit code 2; anything unexpected
 likewise, with exit code 1. A traceback is printed only with --debug.
@@ -80,8 +80,9 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ep-dispatcher {__version__}")
     parser.add_argument("--debug", action="store_true", help="print tracebacks of errors")
-    commands = parser.add_subparsers(dest="command", metavar="{train,plan,doctor,bench}")
+    commands = parser.add_subparsers(dest="command", metavar="{train,profile,plan,doctor,bench}")
     _add_train(commands, named="train" in words)
+    _add_profile(commands, named="profile" in words)
     _add_plan(commands)
     _add_doctor(commands)
     _add_bench(commands)
@@ -119,6 +120,13 @@ def _add_train(commands: Any, named: bool) -> None:  # noqa: ANN401
     parser = _add_command(commands, "train", _train, "train a small GPT MoE with Megatron-Core")
     if named:
         _launcher().add_arguments(parser)
+
+
+def _add_profile(commands: Any, named: bool) -> None:  # noqa: ANN401
+    summary = "trace some steps of the training job: phases, hidden communication, waits"
+    parser = _add_command(commands, "profile", _profile, summary)
+    if named:
+        _imported("ep_dispatcher.profile.command").add_arguments(parser)
 
 
 def _add_plan(commands: Any) -> None:  # noqa: ANN401
@@ -168,6 +176,10 @@ def _add_bench(commands: Any) -> None:  # noqa: ANN401
 
 def _train(args: argparse.Namespace) -> int:
     return int(_launcher().run(args) or OK)
+
+
+def _profile(args: argparse.Namespace) -> int:
+    return int(_imported("ep_dispatcher.profile.command").run(args) or OK)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -269,15 +281,20 @@ def _bench_plan(args: argparse.Namespace) -> int:
     return OK
 
 
-def _launcher() -> Any:  # noqa: ANN401  # a module, imported late as it is slow to import
+def _launcher() -> Any:  # noqa: ANN401
     """The module that trains."""
+    return _imported("ep_dispatcher.launch")
+
+
+def _imported(module: str) -> Any:  # noqa: ANN401  # a module, imported late as it is slow to import
+    """A module that needs Megatron."""
     try:
-        return importlib.import_module("ep_dispatcher.launch")
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if str(error.name).startswith("ep_dispatcher"):
             raise  # a module of our own: a bug, not something to install
         raise UnavailableError(
-            f"`ep-dispatcher train` needs {error.name}, which is not installed; "
+            f"this command needs {error.name}, which is not installed; "
             "pip install 'ep_dispatcher[megatron]'"
         ) from error
 

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         )
     corpus = load_corpus(config.data, config.model.seq_length)
     refuse_other_run(config, corpus)
-    return _start_ranks(config, _words(args))
+    return start_ranks(config, words_of(args))
 
 
 def rank_main(words: Sequence[str]) -> int:
@@ -87,7 +87,7 @@ def rank_main(words: Sequence[str]) -> int:
     try:
         return run(args)
     except EpError as error:
-        _tell(error)
+        tell(error)
         return USER_ERROR
 
 
@@ -150,8 +150,14 @@ def run_rank(config: TrainConfig) -> int:
     return OK
 
 
-def _start_ranks(config: TrainConfig, words: list[str]) -> int:
-    """Start one process a rank on this machine and wait for them; returns the exit code."""
+def start_ranks(config: TrainConfig, words: list[str], module: str = "ep_dispatcher.train") -> int:
+    """Start one process a rank on this machine and wait for them; returns the exit code.
+
+    Args:
+        config: says how many.
+        words: of each rank's command line.
+        module: that each rank runs.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -169,7 +175,7 @@ def _start_ranks(config: TrainConfig, words: list[str]) -> int:
         local_addr="127.0.0.1",
         max_restarts=0,
     )
-    command = ["-m", "ep_dispatcher.train", *words]
+    command = ["-m", module, *words]
     try:
         elastic_launch(launch, sys.executable)(*command)
     except ChildFailedError as error:
@@ -203,7 +209,7 @@ def _rank_environment(config: TrainConfig) -> dict[str, str]:
     return values
 
 
-def _words(args: argparse.Namespace) -> list[str]:
+def words_of(args: argparse.Namespace) -> list[str]:
     """The options again, for the ranks."""
     words = ["--config", str(args.config)]
     for name in ("data", "steps", "out"):
@@ -219,10 +225,10 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def _tell(error: EpError) -> None:
+def tell(error: EpError, command: str = "train") -> None:
     """Print an error; a rank but the first waits, as it is ended if all have the same."""
     rank = int(os.environ.get("RANK", "0"))
     if rank:
         time.sleep(_HEAD_START_S)
     where = f"rank {rank}: " if rank else ""
-    sys.stderr.write(f"ep-dispatcher train: error: {where}{error}\n")
+    sys.stderr.write(f"ep-dispatcher {command}: error: {where}{error}\n")

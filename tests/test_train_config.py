@@ -142,7 +142,7 @@ def test_wrong_data_ends_before_ranks_start(
 ) -> None:
     """A missing path, an empty folder and too little text: one line and exit code 2."""
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(launch, "_start_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launch, "start_ranks", lambda *_: pytest.fail("ranks were started"))
     data = tmp_path / "text"
     if kind != "missing":
         data.mkdir()
@@ -161,7 +161,7 @@ def test_out_that_is_a_file_ends_before_ranks_start(
 ) -> None:
     """One line and exit code 2."""
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(launch, "_start_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launch, "start_ranks", lambda *_: pytest.fail("ranks were started"))
     out = tmp_path / "run"
     out.write_text("")
     words = ["--config", str(CONFIGS / "tiny_cpu.yaml"), "--out", str(out)]

@@ -9,7 +9,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from ep_dispatcher.megatron.dispatcher import EpDispatcher
-from ep_dispatcher.ranges import EXPERTS, phase
+from ep_dispatcher.ranges import EXPERTS, LAYER, phase
 
 if TYPE_CHECKING:
     from ep_dispatcher.megatron.plugin import EpPlugin
@@ -41,6 +41,11 @@ class EpMoELayer(MoELayer):  # type: ignore[misc]
         finally:
             config.moe_token_dispatcher_type = policy_type
         adopt(self, plugin)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Megatron's forward, named in profiles."""
+        with phase(LAYER, on_gpu=self.router.weight.is_cuda):
+            return super().forward(*args, **kwargs)
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Megatron's step between dispatch and combine, named in profiles."""

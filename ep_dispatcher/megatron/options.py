@@ -40,7 +40,7 @@ class OverlapOptions:
     def __post_init__(self) -> None:
         """Check the field."""
         is_int = isinstance(self.chunks, int) and not isinstance(self.chunks, bool)
-        if self.chunks != "auto" and not (is_int and 1 <= self.chunks <= MAX_CHUNKS):  # type: ignore[operator]
+        if self.chunks != "auto" and not (is_int and 1 <= self.chunks <= MAX_CHUNKS):
             raise ConfigError(
                 f"overlap.chunks is {self.chunks!r}; it must be 'auto' or a whole number in "
                 f"[1, {MAX_CHUNKS}]"

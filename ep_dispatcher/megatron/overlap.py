@@ -102,7 +102,8 @@ class OverlappedMoELayer(EpMoELayer):
         """Put the shared experts off until `routed_experts_compute`; local."""
         self._shared_out: Tensor | None = None
         self._shared_in: Tensor | None = None
-        if not self._is_chunked() or compat.cuda_graph_scopes(self.config) is not None:
+        graphed = compat.cuda_graph_scopes(self.config) is not None
+        if graphed or not (self.use_shared_expert and self._is_chunked()):
             shared: Tensor | None = super().shared_experts_compute(hidden_states)
             return shared
         self._shared_in = hidden_states
@@ -149,7 +150,7 @@ class OverlappedMoELayer(EpMoELayer):
                 self._shared_out = super().shared_experts_compute(hidden_states)
 
     def _is_chunked(self) -> bool:
-        return self._plugin.options.overlap.chunks != 1
+        return bool(self._plugin.options.overlap.chunks != 1)
 
     def _num_chunks(self, group: EPGroup) -> int:
         """What the section says, or what "auto" makes of the group's sizes."""

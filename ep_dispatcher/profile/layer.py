@@ -191,7 +191,7 @@ class LayerBench:
         if self._runtime.on_gpu:
             torch.cuda.synchronize()
         make = _make_stamp if self._runtime.on_gpu else HostStamp
-        stamps = [make() for _ in range(3)]
+        stamps: list[Any] = [make() for _ in range(3)]
         stamps[0].record()
         out, _ = variant.layer(self._x)
         stamps[1].record()

@@ -170,7 +170,7 @@ def main(words: Sequence[str]) -> int:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     corpus = load_corpus(config.data, config.model.seq_length)
     torch.use_deterministic_algorithms(True, warn_only=True)  # of what is Megatron's and torch's
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     runs: dict[str, Run] = {}
     for name in args.variants.split(","):
         runs[name] = train(config_of(name, config, args.chunks), corpus, runtime)

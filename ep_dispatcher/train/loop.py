@@ -97,10 +97,7 @@ class Trainer:
         with RouterObserver(self._job.chunk, self._layout()) as observer:
             observer.active = logged
             started = time.perf_counter()
-            results = self._forward_backward(step)
-            for group in self._job.optimizer.param_groups:
-                group["lr"] = learning_rate(train, step)
-            _, grad_norm, _ = self._job.optimizer.step()
+            results, grad_norm = self._optimize(step)
             if not logged:
                 return None
             totals = self._sum_over_ranks(results, observer.take(self._scheme()))
@@ -120,6 +117,18 @@ class Trainer:
             moved_bytes=inside + across,
             across_bytes=across,
         )
+
+    def run_unlogged(self, step: int) -> None:
+        """Run optimizer step `step` and look at nothing, as that would wait for the GPU."""
+        self._optimize(step)
+
+    def _optimize(self, step: int) -> tuple[list[dict[str, Tensor]], Any]:
+        """Gradients and a step of the optimizer; returns the losses and the gradient's norm."""
+        results = self._forward_backward(step)
+        for group in self._job.optimizer.param_groups:
+            group["lr"] = learning_rate(self._config.train, step)
+        _, grad_norm, _ = self._job.optimizer.step()
+        return results, grad_norm
 
     def _forward_backward(self, step: int) -> list[dict[str, Tensor]]:
         """Run all micro-batches of a step; the last pipeline stage gets their losses."""

@@ -1,0 +1,150 @@
+"""`ep-dispatcher profile`: some steps of the training job under torch.profiler, and what they say.
+
+Each rank writes a Chrome trace (for chrome://tracing or Perfetto); the first one a table and
+`summary.json`. Works on the CPU too, where there are times of phases but no kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ep_dispatcher import launch
+from ep_dispatcher.errors import ConfigError, EpError
+from ep_dispatcher.profile.trace import Trace, summarise
+from ep_dispatcher.slurm import adopt_slurm
+from ep_dispatcher.train.config import TrainConfig
+from ep_dispatcher.train.data import load_corpus
+
+SUMMARY = "summary.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `profile`: those of `train`, and how many steps to warm up."""
+    launch.add_arguments(parser)
+    parser.epilog = (
+        "example:\n  %(prog)s --config configs/tiny_cpu.yaml --steps 2 --out runs/profile"
+    )
+    parser.add_argument(
+        "--warm-up", type=int, default=3, metavar="N", help="steps before those (default 3)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Profile; returns the exit code.
+
+    Raises:
+        EpError: a config that cannot work, found before a rank is started.
+    """
+    if args.steps is None:
+        args.steps = 3
+    config = launch.read_config(args)
+    if args.warm_up < 1 or args.steps < 1:
+        raise ConfigError(
+            f"--steps is {args.steps} and --warm-up {args.warm_up}; each must be at least 1"
+        )
+    adopt_slurm("scripts/train.sbatch")
+    if "RANK" in os.environ:
+        return run_rank(config, args.warm_up)
+    if config.parallel.num_nodes > 1:
+        raise ConfigError("profile starts the ranks of one node; use srun or torchrun for more")
+    words = [*launch.words_of(args), "--warm-up", str(args.warm_up)]
+    return launch.start_ranks(config, words, "ep_dispatcher.profile")
+
+
+def rank_main(words: Sequence[str]) -> int:
+    """Run `python -m ep_dispatcher.profile` with these words; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="ep_dispatcher.profile", description=__doc__)
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(words))
+    except EpError as error:
+        launch.tell(error, "profile")
+        return launch.USER_ERROR
+
+
+def run_rank(config: TrainConfig, warm_up: int) -> int:
+    """Profile as the rank that the environment names; returns the exit code."""
+    import torch.distributed as dist
+
+    from ep_dispatcher.train.runtime import open_runtime
+
+    corpus = load_corpus(config.data, config.model.seq_length)
+    runtime = open_runtime(config)
+    if runtime.on_gpu and config.parallel.ranks_share_gpu:
+        raise ConfigError(
+            "parallel.ranks_share_gpu is true; kernels of ranks that share a GPU through MPS "
+            "cannot be traced. Give each rank a GPU (for one GPU: parallel.ranks_per_node=1, "
+            "parallel.expert=1), or use ep_dispatcher.profile.layer, which times by events"
+        )
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    from ep_dispatcher.train.loop import Trainer
+    from ep_dispatcher.train.model import build_job
+
+    job = build_job(config, runtime)
+    trainer = Trainer(config, corpus, runtime, job)
+    for step in range(warm_up):
+        trainer.step(step)
+    folder = Path(config.train.out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"trace_rank{runtime.rank}.json"
+    _record(trainer, range(warm_up, warm_up + config.train.steps), path, on_gpu=runtime.on_gpu)
+    told: list[Any] = [None] * runtime.num_ranks
+    dist.all_gather_object(told, summarise(Trace.read(path)))
+    if runtime.is_first:
+        _report(config, told, folder)
+    job.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return launch.OK
+
+
+def _record(trainer: Any, steps: range, path: Path, *, on_gpu: bool) -> None:  # noqa: ANN401
+    """Run steps under the profiler; nothing is logged, as that waits for the GPU."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=kinds) as profiler:
+        for step in steps:
+            trainer.run_unlogged(step)
+        if on_gpu:
+            torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
+
+
+def _report(config: TrainConfig, told: list[dict[str, Any]], folder: Path) -> None:
+    """Write the summary and print it."""
+    summary = {
+        "dispatcher": config.train.dispatcher,
+        "steps": config.train.steps,
+        "overlap_chunks": config.ep_dispatcher.overlap.chunks,
+        "ranks": told,
+    }
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    layers = max(1, told[0]["layers"])
+    table = Table(title=f"{config.train.dispatcher}: per layer and micro-batch, mean over ranks")
+    table.add_column("what")
+    table.add_column("us", justify="right")
+    for name in sorted({name for rank in told for name in rank["phases_us"]}):
+        mean = sum(rank["phases_us"].get(name, 0.0) for rank in told) / len(told)
+        table.add_row(name, f"{mean / layers:.1f}")
+    for name in ("communication_us", "exposed_us"):
+        if told[0][name] is not None:
+            mean = sum(rank[name] for rank in told) / len(told)
+            table.add_row(name.removesuffix("_us"), f"{mean / layers:.1f}")
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    console.print(table)
+    for name in ("hidden_fraction", "gemm_slow_down", "plans_per_layer", "host_syncs_per_layer"):
+        values = [rank[name] for rank in told]
+        console.print(f"{name}: {', '.join(str(value) for value in values)}", markup=False)
+    console.print(f"files: {folder / SUMMARY}, {folder}/trace_rank*.json", markup=False)
