@@ -55,7 +55,13 @@ typedef enum EpPhase {
   EP_PHASE_COMBINE_PARTIAL = 7, /* an expert rank's partial row */
   EP_PHASE_BLOCK = 8,           /* another warp of the same block */
   EP_PHASE_GATHER_READY = 9,    /* combine, gather: a peer's entry */
-  EP_PHASE_GATHER_DONE = 10     /* combine, gather: a peer that still reads our rows */
+  EP_PHASE_GATHER_DONE = 10,    /* combine, gather: a peer that still reads our rows */
+  EP_PHASE_RAIL_TOPK = 11,      /* rails: routing of another domain */
+  EP_PHASE_RAIL_COUNTS = 12,    /* rails: counts of a peer of the own domain */
+  EP_PHASE_RAIL_ENTRY = 13,     /* rails: another domain's entry into the call */
+  EP_PHASE_RAIL_ROWS = 14,      /* rails: another domain's rows */
+  EP_PHASE_RAIL_SUMS = 15,      /* rails: another domain's sums */
+  EP_PHASE_RAIL_SENT = 16       /* rails: own puts on their way */
 } EpPhase;
 
 /* How dispatch makes a token's second and further copies on one rank. */
@@ -150,6 +156,8 @@ typedef struct EpContext {
   void* window_base[EP_MAX_RANKS]; /* start of each rank's window, as this rank addresses it */
   int32_t test_mutation;           /* 0; see csrc/kernels/mutation.cuh (test builds only) */
   int32_t test_delay_us;           /* 0; stall of this rank at the points that a test names */
+  int32_t first_rank; /* of this domain among all ranks; added to the ranks that a fault names */
+  int32_t reserved;
 } EpContext;
 
 /* Routing turned into addresses; device memory of the caller, filled by ep_route, read by
@@ -181,6 +189,11 @@ typedef struct EpRouteArgs {
   int32_t only_refusals;   /* 1: the mailbox is written only if the plan must not be used */
   EpMailbox* mailbox;      /* pinned; NULL if the host does not ask */
   uint64_t ticket;         /* not 0, another one for each call that uses this mailbox */
+  /* Several domains (ep_rail.h): token t belongs to segment t / segment_tokens, whose rows of
+   * expert e from source p start segment_shift[p][segment][e] later. NULL and 0 otherwise. */
+  const int32_t* segment_shift; /* device [P][segments][E] */
+  int64_t segment_tokens;
+  const int64_t* verdict; /* device [3]: refused rank, bad token, bad expert of all domains */
 } EpRouteArgs;
 
 typedef struct EpDispatchArgs {
@@ -212,6 +225,12 @@ typedef struct EpCombineArgs {
    * written again by work that the stream runs after this call. */
   int64_t expert_out_offset;       /* 16-byte aligned */
   int64_t row_weights_grad_offset; /* 4-byte aligned; -1 on all ranks for none */
+  /* Several domains (ep_rail.h), form push: sums of segment home_segment go to `out` or `own_out`,
+   * those of the others to slots of segment_stride bytes, [segments - 1][segment_tokens], gradients
+   * behind them. segment_tokens is 0 otherwise. */
+  int64_t segment_tokens, home_segment, segment_stride;
+  void* segment_out;
+  void* own_out; /* of fp32, where exact; NULL otherwise */
 } EpCombineArgs;
 
 /* The message of this thread's last failed call; "" before any. */

@@ -108,6 +108,8 @@ __device__ void combine_roles(const CombineBlock& block, BlockShared* shared, ch
   }
   if (index < kExpertGroups) {
     expert_role<kDtype, kPartial>(block, &shared->group[index], memory, warp, index);
+  } else if (kExact && block.args.segment_tokens > 0) {
+    home_role<kPartial, kPartial>(block, &shared->group[index], memory, warp, index);
   } else {
     home_role<kDtype, kPartial>(block, &shared->group[index], memory, warp, index);
   }

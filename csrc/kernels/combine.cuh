@@ -59,6 +59,31 @@ struct CombineBlock {
   __device__ uint64_t passed(int index) const {
     return shared->watch.epoch << kPartialBits | static_cast<uint64_t>(index + 1);
   }
+  // Whether a token's sum goes back to another domain, and where sum and gradients go. `grads_at`
+  // is the place of gradients behind a sum that goes back.
+  __device__ bool goes_back(int64_t token) const {
+    return args.segment_tokens > 0 && token / args.segment_tokens != args.home_segment;
+  }
+  __device__ char* out_row(int64_t token, int64_t out_bytes) const {
+    if (args.segment_tokens == 0) {
+      return static_cast<char*>(args.out) + token * out_bytes;
+    }
+    const int64_t at = token % args.segment_tokens;
+    if (!goes_back(token)) {
+      return static_cast<char*>(args.own_out != nullptr ? args.own_out : args.out) + at * out_bytes;
+    }
+    const int64_t segment = token / args.segment_tokens;
+    const int64_t area = segment < args.home_segment ? segment : segment - 1;
+    return static_cast<char*>(args.segment_out) +
+           (area * args.segment_tokens + at) * args.segment_stride;
+  }
+  __device__ float* weights_grad_row(int64_t token, int64_t grads_at) const {
+    if (goes_back(token)) {
+      return reinterpret_cast<float*>(out_row(token, 0) + grads_at);
+    }
+    const int64_t at = args.segment_tokens == 0 ? token : token % args.segment_tokens;
+    return args.weights_grad + at * args.plan.num_topk;
+  }
   __device__ int64_t partial_bytes(int element_bytes) const {
     return args.hidden * (args.exact != 0 ? 4 : element_bytes);
   }

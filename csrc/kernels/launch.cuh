@@ -35,12 +35,14 @@ __device__ inline void begin_launch(const EpContext& context, KernelId kernel, W
 }
 
 // The last block to leave counts the launch. All threads call it, also after a fault.
-__device__ inline void end_launch(const EpContext& context, KernelId kernel, const Watch& watch) {
+// `more_blocks`: that the launch has beside its channels.
+__device__ inline void end_launch(const EpContext& context, KernelId kernel, const Watch& watch,
+                                  int more_blocks = 0) {
   __syncthreads();
   if (threadIdx.x == 0) {
     const Peers peers(context);
     LocalControl* local = peers.at<LocalControl>(context.ep_rank, context.window.local);
-    const uint32_t last = static_cast<uint32_t>(context.shape.num_channels) - 1;
+    const auto last = static_cast<uint32_t>(context.shape.num_channels + more_blocks) - 1;
     if (atomicInc(&local->exits[kernel], last) == last) {
       store_relaxed_sys(&local->epoch[kernel], watch.epoch);
     }

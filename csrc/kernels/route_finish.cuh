@@ -179,7 +179,8 @@ __device__ inline void fill_mailbox(const RouteBlock& block, int64_t demand, int
   }
   const int refused = threadIdx.x < 32 ? refused_rank(block) : -1;
   __syncthreads();
-  if (threadIdx.x == 0 && (always || refused >= 0)) {
+  const bool told = block.args.verdict != nullptr && block.args.verdict[0] >= 0;
+  if (threadIdx.x == 0 && (always || refused >= 0 || told)) {
     const int64_t bad = bad_slot(block);
     mailbox->num_rows = min_of(demand, capacity);
     mailbox->demand_rows = demand;
@@ -187,6 +188,11 @@ __device__ inline void fill_mailbox(const RouteBlock& block, int64_t demand, int
     mailbox->bad_token = bad < 0 ? -1 : bad / block.num_topk;
     mailbox->bad_expert = bad < 0 ? -1 : block.args.topk_idx[bad];
     mailbox->refused_rank = refused;
+    if (block.args.verdict != nullptr) {
+      mailbox->refused_rank = block.args.verdict[0];
+      mailbox->bad_token = block.args.verdict[1];
+      mailbox->bad_expert = block.args.verdict[2];
+    }
     fence_sys();
     store_release_sys(&mailbox->ticket, block.args.ticket);
   }
@@ -254,6 +260,18 @@ __device__ inline Contribution contribution(const RouteBlock& block, int slot) {
   return {pair < 0 ? -1 : lower, word};
 }
 
+// How much later than its source's other rows those of a token's segment start; wraps at 2^32.
+__device__ inline uint32_t segment_shift(const RouteBlock& block, int source, int64_t token,
+                                         int expert) {
+  const EpRouteArgs& args = block.args;
+  if (args.segment_shift == nullptr) {
+    return 0;
+  }
+  const int64_t segments = block.context.shape.max_tokens / args.segment_tokens;
+  const int64_t row = source * segments + token / args.segment_tokens;
+  return static_cast<uint32_t>(__ldg(args.segment_shift + row * block.num_experts + expert));
+}
+
 // Gives the slots of a tile their rows: `slot_entry` becomes the row, ~0 where it is dropped.
 __device__ inline void place_tile(const RouteBlock& block, int64_t tile_slot, int tile_slots) {
   const EpPlan& plan = block.args.plan;
@@ -261,7 +279,8 @@ __device__ inline void place_tile(const RouteBlock& block, int64_t tile_slot, in
     const int expert = block.shared.slot_expert[slot];
     uint32_t row = ~0u;
     if (expert >= 0) {
-      row = block.shared.row_base[expert] + (block.shared.slot_entry[slot] & block.index_mask());
+      row = block.shared.row_base[expert] + (block.shared.slot_entry[slot] & block.index_mask()) +
+            segment_shift(block, block.context.ep_rank, (tile_slot + slot) / block.num_topk, expert);
       if (block.args.capacity_rows >= 0 && int64_t{row} >= block.args.capacity_rows) {
         row = ~0u;
       }
@@ -328,7 +347,9 @@ __device__ inline Entries read_entries(const uint32_t* from, int left) {
 
 // Writes the rows of one received record; returns how many lie below the capacity.
 __device__ inline int place_record(const RouteBlock& block, int record, int source,
-                                   const uint32_t* from, Entries entries, int rows) {
+                                   uint32_t header, const uint32_t* from, Entries entries) {
+  const auto rows = static_cast<int>(header & kRecordRowsMask);
+  const int first_expert = block.shared.owner_first[block.context.ep_rank];
   int32_t* to = block.args.plan.record_row + int64_t{record} * block.record_stride;
   int kept = 0;
   for (int first = 0; first < rows; first += kEntriesAtOnce) {
@@ -341,7 +362,9 @@ __device__ inline int place_record(const RouteBlock& block, int record, int sour
         const uint32_t entry = entries.entry[i];
         const uint32_t local = entry >> block.index_bits;
         const uint32_t row = block.shared.local_base[local * block.num_ranks + source] +
-                             (entry & block.index_mask());
+                             (entry & block.index_mask()) +
+                             segment_shift(block, source, header >> kRecordRowsBits,
+                                           block.shared.order[first_expert + local]);
         if (block.args.capacity_rows < 0 || int64_t{row} < block.args.capacity_rows) {
           to[kept++] = static_cast<int32_t>(row);
         }
@@ -383,8 +406,8 @@ __device__ inline void place_item(const RouteBlock& block, int source, int index
     return;
   }
   mark_chunks(block, record, source, before, chunk_of(header));
-  const int rows = static_cast<int>(header & kRecordRowsMask);
-  const auto kept = static_cast<uint32_t>(place_record(block, record, source, from, entries, rows));
+  const auto kept =
+      static_cast<uint32_t>(place_record(block, record, source, header, from, entries));
   block.args.plan.record_header[record] = (header & ~kRecordRowsMask) | kept;
 }
 

@@ -46,11 +46,12 @@ __device__ inline void write_fault(const EpContext& context, const EpFault& what
 static __device__ __noinline__ void file_fault(const EpContext& context, WaitingFor who,
                                                uint64_t expected, uint64_t seen) {
   const int me = context.ep_rank;
-  write_fault(context, {1, me, who.peer, who.phase, who.channel, expected, seen});
+  const int first = context.first_rank;
+  write_fault(context, {1, me + first, who.peer + first, who.phase, who.channel, expected, seen});
   const Peers peers(context);
   for (int rank = 0; rank < context.shape.ep_size; ++rank) {
     store_relaxed_sys(peers.at<uint64_t>(rank, context.window.error),
-                      error_word(me, who.peer, who.phase));
+                      error_word(me + first, who.peer + first, who.phase));
   }
 }
 
