@@ -1,0 +1,199 @@
+"""The harness on hosts: SLURM's variables, recovery, targets, the script for several GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_dispatcher.bench.backends.base import Lap, Place
+from ep_dispatcher.bench.backends.own import OwnSession
+from ep_dispatcher.bench.check import WrongResult
+from ep_dispatcher.bench.inputs import make_inputs
+from ep_dispatcher.bench.layer import Layer
+from ep_dispatcher.bench.page_data import phase_table, with_knobs
+from ep_dispatcher.bench.spec import Work
+from ep_dispatcher.bench.targets import judge
+from ep_dispatcher.cli import main
+from ep_dispatcher.errors import ConfigError
+from ep_dispatcher.testing import run_ranks
+
+ROOT = Path(__file__).parents[1]
+TINY = ["ranks=2", "num_tokens=24", "hidden=16", "num_topk=2", "num_experts=4"]
+TINY += ["dtype=float32", "warmup=1"]
+
+
+def read(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in (out / "results.jsonl").read_text().splitlines()]
+
+
+def line(backend: str, phase: str, us: float, **more: object) -> dict[str, Any]:
+    """A recorded line of the target's work on 8 GPUs."""
+    values: dict[str, Any] = {"ranks": 8, "num_tokens": 4096, "hidden": 7168, "num_topk": 8}
+    values |= {"num_experts": 256, "dtype": "bfloat16", "routing": "uniform", "num_sms": 8}
+    values |= {"backend": backend, "phase": phase, "median_us": us, "p95_us": us}
+    return values | {"wire_bytes": 272e6} | more
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_ranks_meet_by_what_slurm_tells_each_of_them(tmp_path: Path) -> None:
+    """As `srun -n 2` starts them: no RANK, no WORLD_SIZE; only SLURM's names and MASTER_ADDR."""
+    words = [sys.executable, "-m", "ep_dispatcher", "bench", "run", "--no-report"]
+    words += ["--backends", "torch/all_to_all", "--out", str(tmp_path), "--set", *TINY]
+    common = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+    }
+    common |= {"SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = [
+        subprocess.Popen(
+            words,
+            env=common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=100)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], told
+    lines = read(tmp_path)
+    assert {found["checked"] for found in lines} == {True}
+    assert len({found["run"] for found in lines}) == 1  # one launcher wrote
+
+
+def test_slurm_without_an_address_says_which_command_gives_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    for name in ("RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    words = ["bench", "run", "--backends", "torch/all_to_all", "--out", str(tmp_path)]
+    assert main([*words, "--set", *TINY]) == 2
+    assert "MASTER_ADDR=$(scontrol show hostnames" in capsys.readouterr().err
+
+
+def test_the_machine_is_put_right_after_a_bad_end_before_others_start(tmp_path: Path) -> None:
+    words = ["bench", "run", "--backends", "control/crash", "torch/all_to_all", "--no-report"]
+    words += ["--out", str(tmp_path), "--recover", f"touch {tmp_path}/recovered"]
+    assert main([*words, "--set", *TINY]) == 0
+    first, *rest = read(tmp_path)
+    assert "died with exit code" in first["error"]
+    assert all(found["checked"] for found in rest)
+    recovered = (tmp_path / "recovered").stat().st_mtime
+    assert recovered <= (tmp_path / "results.jsonl").stat().st_mtime
+
+
+def test_targets_are_judged_by_the_lines_and_by_nothing_else() -> None:
+    lines = [
+        line("ep_dispatcher/device", "dispatch", 700.0),
+        line("ep_dispatcher/device", "combine", 900.0),
+        line("ep_dispatcher/device", "combine", 600.0, num_sms=24),
+        line("nccl_ep", "dispatch", 690.0, num_sms=16),
+        line("torch/all_to_all", "combine", 500.0, num_sms=16),
+        line("torch/all_to_all", "unpermute", 400.0, num_sms=16),
+        {"suite": "ceiling", "ceiling_GBps": 420.0},
+    ]
+    found = {verdict.what: verdict for verdict in judge(lines, 8)}
+    assert found["dispatch"].met is True
+    assert found["combine"].met is False  # 24 SMs do not count
+    assert found["dispatch: link"].met is True  # 272 MB in 700 us: 389 of 420
+    assert found["combine: link"].met is False
+    assert found["dispatch: peers"].met is False
+    assert found["combine: peers"].met is True  # theirs needs the unpermute too
+    assert found["overlap"].met is None
+    assert all(verdict.met is None for verdict in judge(lines, 4))
+
+
+def test_forms_of_one_backend_stand_apart_in_the_tables() -> None:
+    lines = [
+        line("ep_dispatcher/device", "combine", us, combine=form)
+        for form, us in (("push", 900.0), ("gather", 600.0))
+    ]
+    (table,) = phase_table([with_knobs(found) for found in lines])
+    names = [row[0] for row in table.rows]
+    assert names == ["ep_dispatcher/device, push", "ep_dispatcher/device, gather"]
+
+
+class LosesARow(OwnSession):
+    """Its combine forgets the last token's sum in the whole layer, as no single call would show."""
+
+    def combine(self, expert_out: Tensor, lap: Lap) -> Tensor:
+        """See `Session.combine`."""
+        out = super().combine(expert_out, lap)
+        out[-1] /= 2
+        return out
+
+
+@pytest.mark.parametrize("session", [OwnSession, LosesARow])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_layers_result_is_compared_with_the_reference(
+    session: type[OwnSession], dtype: str
+) -> None:
+    work = Work(
+        ranks=2, num_tokens=12, hidden=32, num_topk=2, num_experts=4, dtype=dtype, ffn_hidden=16
+    )
+
+    def check(group: dist.ProcessGroup) -> str:
+        rank = group.rank()
+        place = Place(
+            group=group, rank=rank, device=torch.device("cpu"), name="ep_dispatcher/reference"
+        )
+        inputs = make_inputs(work, rank, place.device)
+        opened = session(work, place)
+        opened.prepare(inputs.topk_idx, inputs.topk_weights)
+        try:
+            Layer(opened, work, place, inputs).check()
+        except WrongResult as error:
+            return str(error)
+        return ""
+
+    told = run_ranks(2, check)
+    if session is OwnSession:
+        assert told == ["", ""]
+    else:
+        assert all("layer_forward: token 11" in reason for reason in told)
+
+
+def test_the_script_for_many_gpus_runs_from_tests_to_table(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["scripts/multi_gpu.sh", "2", "--cpu", "--out", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FAIL" not in done.stdout
+    assert (tmp_path / "report.html").is_file()
+    assert len(json.loads((tmp_path / "targets.json").read_text())) == 7
+    checked = {found["backend"] for found in read(tmp_path) if found["checked"]}
+    assert checked == {"ep_dispatcher/reference", "torch/all_to_all"}
+
+
+def test_the_script_for_many_gpus_says_how_it_is_called() -> None:
+    done = subprocess.run(
+        ["scripts/multi_gpu.sh"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "scripts/multi_gpu.sh N" in done.stdout
+
+
+def test_a_form_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="combine is 'pull'"):
+        Work(combine="pull")  # type: ignore[arg-type]
