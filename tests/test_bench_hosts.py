@@ -23,6 +23,7 @@ from ep_dispatcher.bench.layer import Layer
 from ep_dispatcher.bench.page_data import phase_table, with_knobs
 from ep_dispatcher.bench.spec import Work
 from ep_dispatcher.bench.targets import judge
+from ep_dispatcher.bench.trace import read_trace
 from ep_dispatcher.cli import main
 from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.testing import run_ranks
@@ -197,3 +198,35 @@ def test_the_script_for_many_gpus_says_how_it_is_called() -> None:
 def test_a_form_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="combine is 'pull'"):
         Work(combine="pull")  # type: ignore[arg-type]
+
+
+def test_what_routers_chose_in_training_is_replayed(tmp_path: Path) -> None:
+    """Two ranks train one step and record; the bench moves just those tokens."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    words = [sys.executable, "-m", "ep_dispatcher", "train", "--config", "configs/tiny_cpu.yaml"]
+    words += ["--steps", "1", "--out", str(tmp_path / "train")]
+    for change in ("record_routing=4", "checkpoint_every=0"):
+        words += ["--set", f"train.{change}"]
+    for change in ("ranks_per_node=2", "expert=2"):
+        words += ["--set", f"parallel.{change}"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = sorted((tmp_path / "train").glob("router.rank*.npz"))
+    trace = read_trace(files[0])
+    assert len(files) == trace.ep_size
+    assert 0 < len(trace.entries) <= 4
+    merged = tmp_path / "router.npz"
+    assert main(["bench", "trace", *map(str, files), "--merge", str(merged)]) == 0
+    work = [f"ranks={trace.ep_size}", "routing=replay", f"trace={merged}", "dtype=float32"]
+    work += ["num_tokens=32", "hidden=16", f"num_topk={trace.num_topk}"]
+    work += [f"num_experts={trace.num_experts}"]
+    words = ["bench", "run", "--backends", "ep_dispatcher/reference", "--no-report"]
+    assert main([*words, "--out", str(tmp_path), "--set", *work]) == 0
+    sent = read(tmp_path)[0]["received_rows"]
+    kept = sum(int((x[:32] >= 0).sum()) for x in first_entries(files))
+    assert sum(sent) == kept
+
+
+def first_entries(files: list[Path]) -> list[Tensor]:
+    """The routing that each rank recorded first."""
+    return [read_trace(file).entries[0] for file in files]

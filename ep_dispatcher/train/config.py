@@ -18,7 +18,15 @@ from ep_dispatcher.train.sections import Section, choice, number, refuse_unknown
 VOCABULARY = 256  # the model reads and predicts bytes
 # Keys of the section ep_dispatcher that change no result.
 SPEED_ONLY = ("num_sms", "chunk_tokens", "timeout_s", "duplicates", "output_bytes", "debug_ledger")
-BOOKKEEPING = ("steps", "out_dir", "log_every", "checkpoint_every", "keep_checkpoints", "device")
+BOOKKEEPING = (
+    "steps",
+    "out_dir",
+    "log_every",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "record_routing",
+    "device",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +177,8 @@ class TrainSection(Section):
         seed: of the initial parameters and the order of the text.
         device: "auto" takes GPUs where every rank sees one.
         log_every, checkpoint_every, keep_checkpoints: steps, steps (0: none), and how many.
+        record_routing: routings of each rank to keep in `out_dir` as a router trace; it makes the
+            host wait for each of them, so do not time such a run.
         out_dir: folder of metrics, checkpoints and the picture.
     """
 
@@ -189,6 +199,7 @@ class TrainSection(Section):
     log_every: int = number(1)
     checkpoint_every: int = number(50, low=0)
     keep_checkpoints: int = number(2)
+    record_routing: int = number(0, low=0)
     out_dir: str = "runs/train"
 
 

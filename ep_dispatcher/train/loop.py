@@ -28,6 +28,7 @@ from ep_dispatcher.train.metrics import MetricsFile, StepMetrics
 from ep_dispatcher.train.model import OURS, Job, build_job, learning_rate
 from ep_dispatcher.train.observe import Layout, RouterObserver, max_over_mean
 from ep_dispatcher.train.progress import Progress, Summary
+from ep_dispatcher.train.record import recorded_routing
 from ep_dispatcher.train.runtime import Runtime
 
 Batch = dict[str, Tensor]
@@ -56,7 +57,11 @@ def _run_steps(config: TrainConfig, corpus: Corpus, runtime: Runtime, job: Job) 
     folder = Path(config.train.out_dir)
     metrics = MetricsFile(folder, done) if runtime.is_first else None
     trainer = Trainer(config, corpus, runtime, job)
-    with Progress(config, runtime, done, metrics.kept if metrics else []) as progress:
+    ep_rank = parallel_state.get_expert_model_parallel_rank()
+    with (
+        recorded_routing(config, job.chunk, ep_rank),
+        Progress(config, runtime, done, metrics.kept if metrics else []) as progress,
+    ):
         for step in range(done, config.train.steps):
             line = trainer.step(step)
             if line is not None and metrics is not None:
