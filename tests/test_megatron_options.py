@@ -45,6 +45,13 @@ def test_section_becomes_the_config_of_a_group() -> None:
         ({"precision": "high"}, r"precision is 'high'; it must be"),
         ({"max_tokens_per_rank": -1}, r"max_tokens_per_rank is -1; it must be"),
         ({"timeout_s": 0}, r"timeout_s is 0; it must be in \(0, 3600\]"),
+        ({"overlap": {"chunks": 0}}, r"overlap.chunks is 0; it must be 'auto' or a whole number"),
+        ({"overlap": {"chunks": "many"}}, r"overlap.chunks is 'many'; it must be 'auto' or"),
+        ({"overlap": {"chunks": True}}, r"overlap.chunks is True; it must be 'auto' or"),
+        ({"overlap": {"chunk": 2}}, r"unknown key 'chunk' in section 'ep_dispatcher.overlap'"),
+        ({"overlap": 2}, r"'overlap' in section 'ep_dispatcher' is 2; it must be a mapping"),
+        ({"debug_ledger": 1}, r"debug_ledger is 1; it must be True or False"),
+        ({"output_bytes": 5}, r"output_bytes is 5; it must be an int"),
     ],
 )
 def test_a_bad_section_is_refused_at_once(section: dict[str, Any], message: str) -> None:
@@ -117,3 +124,13 @@ def test_a_version_outside_is_warned_about_with_the_range(version: str) -> None:
 
 def test_quantization_alignment_is_one_without_quantised_experts() -> None:
     assert compat.quantization_alignment(SimpleNamespace(fp8=None, fp4=None)) == 1
+
+
+@pytest.mark.parametrize("name", ["overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap"])
+def test_chunks_beside_another_overlap_are_refused(name: str) -> None:
+    """Each alone is fine."""
+    chunked = MegatronOptions.from_section({"overlap": {"chunks": "auto"}})
+    apply_policy(config_with(**{name: True}), MegatronOptions())
+    apply_policy(config_with(), chunked)
+    with pytest.raises(ConfigError, match=f"overlap.chunks is auto and {name} is True"):
+        apply_policy(config_with(**{name: True}), chunked)

@@ -203,3 +203,13 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     launch.add_arguments(parser)
     return parser.parse_args(words)
+
+
+def test_nested_keys_can_be_overridden() -> None:
+    """`ep_dispatcher.overlap.chunks` is a key of a mapping in a section."""
+    path = Path(__file__).parent.parent / "configs/tiny_cpu.yaml"
+    config = load_config(path, ["ep_dispatcher.overlap.chunks=auto"])
+    assert config.ep_dispatcher.overlap.chunks == "auto"
+    assert config.ep_dispatcher.num_sms == load_config(path).ep_dispatcher.num_sms
+    with pytest.raises(ConfigError, match="unknown key 'chunk'"):
+        load_config(path, ["ep_dispatcher.overlap.chunk=2"])

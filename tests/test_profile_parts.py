@@ -1,0 +1,177 @@
+"""Profiling: spans by events, and what is read out of a Chrome trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ep_dispatcher.profile.clock import Clock, HostStamp, Span, hidden_ms, merge, overlap_of
+from ep_dispatcher.profile.trace import Trace, summarise
+
+Intervals = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(0, 10)).map(lambda pair: (pair[0], sum(pair)))
+)
+
+
+@given(intervals=Intervals, probe=st.tuples(st.integers(0, 30), st.integers(0, 10)))
+def test_overlap_counts_each_moment_once(
+    intervals: list[tuple[int, int]], probe: tuple[int, int]
+) -> None:
+    """The same as counting whole microseconds one by one."""
+    covered = {moment for start, end in intervals for moment in range(start, end)}
+    merged = merge([(float(start), float(end)) for start, end in intervals])
+    assert sum(end - start for start, end in merged) == len(covered)
+    start, end = probe[0], sum(probe)
+    assert overlap_of((start, end), merged) == len(covered & set(range(start, end)))
+
+
+def test_hidden_time_is_that_beside_experts() -> None:
+    """A dispatch from 0 to 4 and a combine from 6 to 8; experts from 1 to 3 and from 7 to 9."""
+    spans = [
+        Span("dispatch", 0, 4),
+        Span("experts", 1, 3),
+        Span("combine", 6, 8),
+        Span("experts", 7, 9),
+    ]
+    assert hidden_ms(spans, ("dispatch", "combine"), ("experts",)) == 3
+
+
+class Ticks:
+    """Stamps that count how often one was taken."""
+
+    def __init__(self) -> None:
+        """At zero."""
+        self.now = 0
+
+    def make(self) -> Any:  # noqa: ANN401
+        """A stamp of this counter."""
+        ticks = self
+
+        class Tick(HostStamp):
+            at = 0
+
+            def record(self) -> None:
+                ticks.now += 1
+                self.at = ticks.now
+
+            def elapsed_time(self, end: Any) -> float:  # noqa: ANN401
+                return float(end.at - self.at)
+
+        return Tick()
+
+
+def test_clock_brackets_forward_and_backward() -> None:
+    """A wrapped function's forward and backward are spans that contain what runs in them."""
+    clock = Clock(Ticks().make)
+    seen: list[str] = []
+
+    def note(grad: torch.Tensor) -> None:
+        seen.append("backward")
+
+    def double(x: torch.Tensor, none: None) -> tuple[torch.Tensor, None]:
+        with clock.span("inside"):
+            out = x * 2
+        out.register_hook(note)
+        return out, none
+
+    timed = clock.wrap("double", double)
+    x = torch.ones(3, requires_grad=True)
+    assert timed(x, None)[1] is None  # not active: nothing is recorded
+    clock.start()
+    timed(x, None)[0].sum().backward()
+    spans = {span.name: span for span in clock.stop()}
+    assert set(spans) == {"double", "inside", "double_backward"}
+    assert spans["double"].start_ms < spans["inside"].start_ms
+    assert spans["inside"].end_ms < spans["double"].end_ms < spans["double_backward"].start_ms
+    assert spans["double_backward"].start_ms < spans["double_backward"].end_ms
+    assert seen == ["backward"]
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+def event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: object) -> Any:  # noqa: ANN401
+    """A complete event of a trace."""
+    return {
+        "ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args
+    }  # fmt: skip
+
+
+def launched(
+    correlation: int, name: str, call_us: float, start_us: float, end_us: float, tid: int = 1
+) -> list[Any]:
+    """A kernel and the call that launched it."""
+    return [
+        event("cuda_runtime", "cudaLaunchKernel", call_us, 1, tid, correlation=correlation),
+        event("kernel", name, start_us, end_us - start_us, 7, correlation=correlation, grid=[8]),
+    ]
+
+
+def layer_events() -> list[Any]:
+    """A layer: dispatch beside nothing, a GEMM alone, a GEMM beside combine, and a backward."""
+    return [
+        event("user_annotation", "ep:layer", 0, 50),
+        event("user_annotation", "ep:plan", 1, 4),
+        event("user_annotation", "ep:dispatch", 5, 5),
+        event("user_annotation", "ep:experts", 10, 10),
+        event("user_annotation", "ep:combine", 25, 5),
+        event("cpu_op", "aten::mm", 11, 8, **{"Sequence number": 40, "Fwd thread id": 0}),
+        event("cpu_op", "aten::other", 40, 8, **{"Sequence number": 41, "Fwd thread id": 0}),
+        event("cpu_op", "MmBackward0", 60, 8, 2, **{"Sequence number": 40, "Fwd thread id": 1}),
+        event("cpu_op", "OtherBackward", 70, 8, 2, **{"Sequence number": 41, "Fwd thread id": 1}),
+        event("cuda_runtime", "cudaStreamSynchronize", 3, 1),
+        event("cuda_runtime", "cudaDeviceSynchronize", 90, 1),
+        *launched(1, "dispatch_kernel", 6, 100, 140),
+        *launched(2, "nvjet_gemm", 12, 140, 160),
+        *launched(3, "nvjet_gemm", 14, 160, 190),
+        *launched(4, "combine_kernel", 26, 162, 182),
+        *launched(5, "nvjet_gemm_wgrad", 61, 200, 220, tid=2),
+        *launched(6, "elementwise", 71, 220, 230, tid=2),
+    ]
+
+
+def test_summary_of_a_trace() -> None:
+    """Every figure, from the events above: dispatch is exposed, combine is hidden."""
+    found = summarise(Trace(layer_events()))
+    assert found["phases_us"] == {
+        "combine": 20.0,
+        "dispatch": 40.0,
+        "experts": 50.0,
+        "experts_backward": 20.0,
+    }
+    assert found["communication_us"] == 60
+    assert found["exposed_us"] == 40
+    assert found["hidden_fraction"] == pytest.approx(20 / 60, abs=1e-4)
+    assert found["gemm_slow_down"] == 1.5
+    assert (found["layers"], found["plans_per_layer"]) == (1, 1.0)
+    assert found["host_syncs_per_layer"] == 1.0  # the other is outside the layer
+
+
+def test_summary_without_kernels() -> None:
+    """On the CPU: ranges and the experts' backward operations; nothing about streams."""
+    host = [each for each in layer_events() if each["cat"] in ("user_annotation", "cpu_op")]
+    found = summarise(Trace(host))
+    assert found["phases_us"] == {
+        "combine": 5.0,
+        "dispatch": 5.0,
+        "experts": 10.0,
+        "experts_backward": 8.0,
+        "plan": 4.0,
+    }
+    assert found["hidden_fraction"] is None
+    assert found["host_syncs_per_layer"] is None
+
+
+def test_compressed_traces_are_read(tmp_path: Path) -> None:
+    """A .gz gives what the plain file gives."""
+    text = json.dumps({"traceEvents": layer_events()})
+    plain, packed = tmp_path / "trace.json", tmp_path / "trace.json.gz"
+    plain.write_text(text)
+    packed.write_bytes(gzip.compress(text.encode()))
+    assert summarise(Trace.read(plain)) == summarise(Trace.read(packed))
