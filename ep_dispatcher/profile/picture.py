@@ -49,12 +49,20 @@ def draw(spans_of: dict[str, list[Span]], title: str, path: Path) -> None:
             )  # fmt: skip
         ticks += [base, base + 1]
         labels += [f"{name}: experts", "communication"]
+    axes.set_xlim(left=0)
     axes.set_yticks(ticks, labels, fontsize=8)
     axes.set_xlabel("ms since the layer began")
     axes.set_title(title, fontsize=10)
     handles = [Patch(color=colour, label=name) for name, colour in _COLOURS.items()]
-    axes.legend(handles=handles, ncol=len(handles), fontsize=7, loc="upper center",
-                bbox_to_anchor=(0.5, -0.16 if len(spans_of) > 3 else -0.25), frameon=False)  # fmt: skip
+    below = -0.16 if len(spans_of) > 3 else -0.25
+    axes.legend(
+        handles=handles,
+        ncol=len(handles),
+        fontsize=7,
+        loc="upper center",
+        bbox_to_anchor=(0.5, below),
+        frameon=False,
+    )
     figure.savefig(path, dpi=130)
 
 

@@ -1,0 +1,100 @@
+"""How often plan, dispatch and combine wait for the GPU, counted by the profiler.
+
+    torchrun --nproc-per-node 1 -m ep_dispatcher.profile.syncs --out docs/results/overlap.jsonl
+
+Forward and backward of an empty layer (no experts), once with exact sizes (eager: the host reads
+the mailbox of each plan, without a CUDA call) and once with a capacity (static: it reads nothing).
+One rank, as the profiler cannot look through MPS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from ep_dispatcher import EpConfig, EPGroup, MoeShape
+from ep_dispatcher.bench.results import ResultLog
+from ep_dispatcher.profile.trace import Trace
+from ep_dispatcher.ranges import LAYER, phase
+from ep_dispatcher.train.progress import say
+
+SHAPE = MoeShape(hidden=2048, num_topk=8, num_experts=64)
+TOKENS = 2048
+_LAYERS = 4
+
+
+def trace_of(group: EPGroup, topk_idx: torch.Tensor, x: torch.Tensor) -> Trace:
+    """Run some layers, forward and backward inside one range each, and read their trace."""
+
+    def layer() -> None:
+        with phase(LAYER, on_gpu=True):
+            plan = group.plan(topk_idx)
+            weights = torch.ones(topk_idx.shape, device=x.device, requires_grad=True)
+            recv_x, recv_weights = group.dispatch(plan, x, weights)
+            assert recv_weights is not None
+            out = group.combine(plan, recv_x * recv_weights.unsqueeze(1).to(recv_x.dtype))
+            out.backward(x.detach())
+
+    for _ in range(3):
+        layer()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(_LAYERS):
+            layer()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        return Trace.read(path)
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure both modes on one GPU; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="ep_dispatcher.profile.syncs", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("docs/results/overlap.jsonl"))
+    args = parser.parse_args(words)
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    log = ResultLog(args.out, [sys.executable, "-m", "ep_dispatcher.profile.syncs", *words])
+    scores = torch.rand(TOKENS, SHAPE.num_experts, device="cuda")
+    topk_idx = scores.topk(SHAPE.num_topk, 1).indices
+    x = torch.randn(TOKENS, SHAPE.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for mode, capacity in (("eager", None), ("static", TOKENS * SHAPE.num_topk)):
+        config = EpConfig(
+            shape=SHAPE, max_tokens_per_rank=TOKENS, recv_capacity_rows=capacity, tier="device"
+        )
+        with EPGroup.create(None, config) as group:
+            trace = trace_of(group, topk_idx, x)
+        plan_waits = trace.num_plans if mode == "eager" else 0
+        log.write(
+            sharing="one per gpu",
+            suite="overlap",
+            backend="ep_dispatcher/device",
+            variant=mode,
+            phase="step",
+            ranks=1,
+            num_tokens=TOKENS,
+            hidden=SHAPE.hidden,
+            num_topk=SHAPE.num_topk,
+            num_experts=SHAPE.num_experts,
+            dtype=SHAPE.dtype,
+            host_syncs=(trace.num_syncs + plan_waits) / _LAYERS,
+            cuda_synchronisations=trace.num_syncs / _LAYERS,
+        )
+        say(
+            f"{mode}: {trace.num_layers} layers, {trace.num_syncs} CUDA calls that wait, "
+            f"{plan_waits} waits for a mailbox, {len(trace.work)} kernels"
+        )
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
