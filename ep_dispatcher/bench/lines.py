@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ep_dispatcher.bench.bandwidth import BACKWARD, FORWARD, Counts, count_rows, phase_bytes, rates
+from ep_dispatcher.bench.interference import ALONE, BESIDE
 from ep_dispatcher.bench.launcher import Outcome
 from ep_dispatcher.bench.results import summarise_times
 from ep_dispatcher.bench.spec import Work
@@ -24,6 +25,8 @@ PHASES = (
     "pair",
     "layer_forward",
     "layer_backward",
+    ALONE,
+    BESIDE,
 )
 
 

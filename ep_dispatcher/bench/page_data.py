@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ep_dispatcher.bench.interference import ALONE, BESIDE
+
 Line = dict[str, Any]
 PHASES = ("plan", "permute", "dispatch", "combine", "unpermute")
 BACKWARD_PHASES = ("combine_backward", "dispatch_backward", "pair")
@@ -185,6 +187,29 @@ def cost_table(lines: Sequence[Line]) -> Table:
         "float64, as a share of the sum of its terms' magnitudes."
     )
     return Table("Costs beside time", head, tuple(rows), note)
+
+
+def slow_down(lines: Sequence[Line], variant: tuple[str, int]) -> float | None:
+    """Time of products beside communication over their time alone; None where not measured."""
+    alone, beside = (median_us(lines, variant, phase) for phase in (ALONE, BESIDE))
+    return None if alone is None or beside is None else beside / alone
+
+
+def interference_table(lines: Sequence[Line]) -> Table:
+    """What communication costs a matrix product that runs at the same time."""
+    rows = []
+    for setting in dict.fromkeys(map(setting_of, timed(lines))):
+        mine = [line for line in timed(lines) if setting_of(line) == setting]
+        for variant in _variants(mine):
+            times = [median_us(mine, variant, phase) for phase in (ALONE, BESIDE)]
+            ratio = slow_down(mine, variant)
+            if ratio is not None:
+                cells = (f"{us:,.0f}" for us in times)
+                where = f"{setting_words(mine[0])}, {variant[1]} SMs"
+                rows.append((variant[0], where, *cells, f"{ratio:.3f}"))
+    head = ("backend", "setting", "alone us", "beside us", "times slower")
+    note = "Four products of [T, H] and [H, H/2] in a row, while dispatch and combine repeat."
+    return Table("Matrix products beside communication", head, tuple(rows), note)
 
 
 def proof_table(lines: Sequence[Line]) -> Table:

@@ -21,6 +21,7 @@ from ep_dispatcher.bench.page_data import (
     series,
     setting_of,
     setting_words,
+    slow_down,
     timed,
 )
 
@@ -49,7 +50,15 @@ class Plot:
 def make_plots(lines: Sequence[Line]) -> list[Plot]:
     """All plots that the lines have data for."""
     mpl.use("Agg")
-    makers = (_against_tokens, _stacked, _against_sms, _against_skew, _memory, _layer)
+    makers = (
+        _against_tokens,
+        _stacked,
+        _against_sms,
+        _against_skew,
+        _memory,
+        _layer,
+        _interference,
+    )
     return [plot for maker in makers if (plot := maker(lines)) is not None]
 
 
@@ -102,7 +111,8 @@ def _memory(lines: Sequence[Line]) -> Plot | None:
 
 def _stacked(lines: Sequence[Line]) -> Plot | None:
     """Phases of every backend on the setting that most backends have, one bar each."""
-    settings = list(map(setting_of, timed(lines)))
+    lines = [line for line in timed(lines) if line["phase"] in PHASES]
+    settings = list(map(setting_of, lines))
     if not settings:
         return None
     counts = {
@@ -143,6 +153,16 @@ def _layer(lines: Sequence[Line]) -> Plot | None:
     caption = f"Whole layer with experts, forward and backward ({words}); lower is better."
     labels = ("tokens a rank", "us")
     return _curves(lines, points, "layer_against_tokens", caption, labels, log=True)
+
+
+def _interference(lines: Sequence[Line]) -> Plot | None:
+    words, points = series(lines, "num_sms", slow_down)
+    caption = (
+        "Slow-down of matrix products while dispatch and combine run beside them, against the SMs "
+        f"a rank that communication may hold ({words}); lower is better."
+    )
+    labels = ("SMs a rank", "times slower")
+    return _curves(lines, points, "interference", caption, labels)
 
 
 def _plain(line: Line) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from ep_dispatcher.bench.backends.base import Place, Session
 from ep_dispatcher.bench.ceiling import measure_ceilings
 from ep_dispatcher.bench.check import Checker, WrongResult
 from ep_dispatcher.bench.inputs import make_inputs
+from ep_dispatcher.bench.interference import Interference
 from ep_dispatcher.bench.layer import Layer
 from ep_dispatcher.bench.spec import Method, Work
 from ep_dispatcher.bench.stopwatch import Stopwatch
@@ -123,6 +125,8 @@ class Runner:
         del given  # a second set need not fit in the memory that `place` takes from
         self._one_by_one(session, checker, checked=True)
         self.result.max_error = checker.max_error
+        if self._method.interference and self._place.device.type == "cuda":
+            self._time_interference(session, checker)
         if self._work.ffn_hidden:
             self._time_layer(session)
         self.result.clocks = read_clocks(self._place.device)
@@ -228,7 +232,8 @@ class Runner:
         layer = Layer(session, self._work, self._place, self._inputs)
         layer.check()
         watch = self._watch
-        for number in range(self._method.warmup + self._method.rounds):
+
+        def both_ways() -> None:
             watch.begin()
             layer.forward()
             watch.lap("layer_forward")
@@ -236,11 +241,29 @@ class Runner:
                 watch.begin()
                 layer.backward()
                 watch.lap("layer_backward")
-            times = watch.read()
+
+        self._time_more(both_ways)
+
+    def _time_interference(self, session: Session, checker: Checker) -> None:
+        """Matrix products alone and beside dispatch and combine."""
+        given, inputs = self._one_by_one(session, checker, checked=False), self._inputs
+        products = Interference(self._work, self._place.device)
+
+        def communicate() -> None:
+            session.dispatch(inputs.x, inputs.topk_weights, _no_lap)
+            session.combine(given.expert_out, _no_lap)
+
+        self._time_more(lambda: products.round(self._watch, communicate))
+
+    def _time_more(self, run: Callable[[], None]) -> None:
+        """Rounds whose laps join the times of this backend; their host time is not kept."""
+        for number in range(self._method.warmup + self._method.rounds):
+            run()
+            times = self._watch.read()
             if number >= self._method.warmup:
                 for phase, us in times.items():
                     self.result.times_us.setdefault(phase, []).append(us)
-        watch.read_host()
+        self._watch.read_host()
 
     def _compare_bits(self, session: Session, given: _Given) -> None:
         """Compare this package's tier with its reference tier, bit for bit."""

@@ -149,6 +149,7 @@ class Method:
         rounds: timed rounds.
         time_limit_s: for one backend and one work, start-up included; past it the row says so.
         max_failures: crashes or hangs of one backend after which its remaining works are given up.
+        interference: time matrix products beside dispatch and combine (GPU), after the times.
         usage: profile one more round for launches and host synchronisations (GPU), after the times.
     """
 
@@ -156,6 +157,7 @@ class Method:
     rounds: int = MIN_ROUNDS
     time_limit_s: float = 120.0
     max_failures: int = 2
+    interference: bool = False
     usage: bool = True
 
     def __post_init__(self) -> None:

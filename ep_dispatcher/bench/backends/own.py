@@ -26,7 +26,7 @@ from ep_dispatcher.bench.spec import Work
 from ep_dispatcher.errors import EpError
 from ep_dispatcher.memory import persistent_bytes
 
-_OUTPUTS = 7  # recv rows and gradient rows of a round, those fed to it, and some for the next
+_OUTPUTS = 9  # recv rows and gradient rows of a round, those fed to it, those of a second stream
 _WEIGHT_BYTES = 4
 _SMALLEST_OUTPUT_BYTES = 64 << 20
 
