@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from ctypes import CFUNCTYPE, POINTER, byref, c_bool, c_char_p, c_int, c_size_t, c_uint32, c_uint64
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -229,3 +230,21 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
             return False
         time.sleep(0.0005)
     return True
+
+
+def exchange(path: str, pipe: Connection, rank: int) -> None:
+    """Be one of two ranks, each a process: put a pattern to the other and check what it sent."""
+    plugin = Plugin(Path(path))
+    mine = Rank(plugin, 1)
+    pipe.send(mine.handle.raw)
+    others = ctypes.create_string_buffer(pipe.recv(), HANDLE_BYTES)
+    handles = [mine.handle, others] if rank == 0 else [others, mine.handle]
+    mine.connect(handles, rank)
+    size = 100_000
+    mine.window[:size] = bytes([1 + rank]) * size
+    mine.put(1 - rank, 0, size, size)
+    mine.signal(1 - rank, 0)
+    came = wait_until(lambda: mine.signals[0] == 1)
+    pipe.send(came and mine.window[size : 2 * size] == bytes([2 - rank]) * size)
+    pipe.recv()  # the other is done as well
+    mine.close()

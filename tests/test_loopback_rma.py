@@ -6,6 +6,7 @@ The same code moves GPU memory; only the copies differ (csrc/testing/loopback_rm
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from loopback_rma import Plugin, PluginError, Rank, Row, wait_until, world
+from loopback_rma import Plugin, PluginError, Rank, Row, exchange, wait_until, world
 
 ROOT = Path(__file__).parents[1]
 REMOTE_ERROR, INVALID_ARGUMENT, INVALID_USAGE = 6, 4, 5
@@ -119,12 +120,15 @@ def test_a_weak_signal_may_come_before_a_put(pair: list[Rank]) -> None:
 @pytest.mark.usefixtures("chaos")
 def test_puts_may_pass_each_other(pair: list[Rank]) -> None:
     """Of puts to one byte, the last one posted is not always the last to land."""
-    pair[0].window[:100] = bytes(range(100))
-    for number in range(100):
-        pair[0].put(1, number, 1, HALF)
-    pair[0].signal(1, 0)
-    assert wait_for_signal(pair[1], 0, 1)
-    assert pair[1].window[HALF] != 99
+    pair[0].window[:16] = bytes(range(16))
+    last_to_land = []
+    for number in range(20):
+        for value in range(16):
+            pair[0].put(1, value, 1, HALF)
+        pair[0].signal(1, 0)
+        assert wait_for_signal(pair[1], 0, number + 1)
+        last_to_land.append(pair[1].window[HALF])
+    assert set(last_to_land) != {15}
 
 
 @pytest.mark.usefixtures("chaos")
@@ -142,6 +146,27 @@ def test_a_source_is_read_late_but_not_after_its_request(pair: list[Rank]) -> No
         assert pair[1].window[HALF + 2 * number] != 3
         changed += pair[1].window[HALF + 2 * number] == 2
     assert changed
+
+
+def test_ranks_may_be_processes(plugin: Plugin) -> None:
+    """Nothing but the handle passes between them."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = zip(*(context.Pipe() for _ in range(2)), strict=True)
+    processes = [
+        context.Process(target=exchange, args=(plugin.library._name, theirs[rank], rank))
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    handles = [pipe.recv() for pipe in ours]
+    for rank, pipe in enumerate(ours):
+        pipe.send(handles[1 - rank])
+    assert [pipe.recv() for pipe in ours] == [True, True]
+    for pipe in ours:
+        pipe.send(None)
+    for process in processes:
+        process.join(timeout=20)
+    assert [process.exitcode for process in processes] == [0, 0]
 
 
 def test_signals_add_up(pair: list[Rank]) -> None:

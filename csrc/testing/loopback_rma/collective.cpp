@@ -101,6 +101,22 @@ Collective::~Collective() {
 }
 
 Region* Collective::add_region(void* data, uint64_t bytes, bool on_gpu, bool never_reset) {
+  Region* region = publish(data, bytes, on_gpu, never_reset);
+  const uint64_t deadline = time_us() + static_cast<uint64_t>(wire_.settings.timeout_s) * 1000000;
+  for (int peer = 0; peer < wire_.num_ranks; ++peer) {
+    const SegmentHeader& header = wire_.segments[static_cast<size_t>(peer)].header();
+    while (header.regions[region->number].state.load(std::memory_order_acquire) == kUnknown) {
+      if (time_us() > deadline) {
+        throw Refusal("rank " + std::to_string(peer) + " did not register region " +
+                      std::to_string(region->number) + " in time");
+      }
+      std::this_thread::sleep_for(kNap);
+    }
+  }
+  return region;
+}
+
+Region* Collective::publish(void* data, uint64_t bytes, bool on_gpu, bool never_reset) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (num_regions_ == kMaxRegions) {
     throw Refusal("more than " + std::to_string(kMaxRegions) +
@@ -114,7 +130,7 @@ Region* Collective::add_region(void* data, uint64_t bytes, bool on_gpu, bool nev
       Region{num_regions_++, static_cast<char*>(data), bytes, on_gpu, never_reset});
   RegionEntry& entry = wire_.own().header().regions[region->number];
   entry.bytes = bytes;
-  entry.registered.store(1, std::memory_order_release);
+  entry.state.store(kRegistered, std::memory_order_release);
   Region* kept = region.get();
   wire_.regions[kept->number] = std::move(region);
   return kept;
@@ -135,7 +151,7 @@ void Collective::open_gpu() {
 
 void Collective::remove_region(Region* region) {
   std::unique_lock<std::mutex> lock(mutex_);
-  wire_.own().header().regions[region->number].registered = 0;
+  wire_.own().header().regions[region->number].state = kGone;
   wait_for(&lock, [region] { return region->copies == 0; });
   if (region->copies != 0) {
     warn("memory is deregistered while a copy uses it");
@@ -186,8 +202,8 @@ void Collective::check_range(const char* what, const Region* region, int rank, u
   }
   const RegionEntry& entry =
       wire_.segments[static_cast<size_t>(rank)].header().regions[region->number];
-  if (entry.registered.load(std::memory_order_acquire) == 0) {
-    throw Refusal(where + ", but rank " + std::to_string(rank) + " has not registered region " +
+  if (entry.state.load(std::memory_order_acquire) != kRegistered) {
+    throw Refusal(where + ", but rank " + std::to_string(rank) + " has no region " +
                   std::to_string(region->number));
   }
   if (offset > entry.bytes || bytes > entry.bytes - offset) {

@@ -65,7 +65,8 @@ class Collective {
   Collective(const Collective&) = delete;
   Collective& operator=(const Collective&) = delete;
 
-  // Same order on all ranks. Throws Refusal.
+  // Collective, in the same order on all ranks: returns when all have registered theirs, so that
+  // any may be put to at once. Throws Refusal.
   Region* add_region(void* data, uint64_t bytes, bool on_gpu, bool never_reset);
   void remove_region(Region* region);
 
@@ -92,6 +93,7 @@ class Collective {
 
   void connect(const std::vector<Handle>& handles);
   void open_gpu();
+  Region* publish(void* data, uint64_t bytes, bool on_gpu, bool never_reset);
   void check_range(const char* what, const Region* region, int rank, uint64_t offset,
                    uint64_t bytes) const;
   Request* take_request();

@@ -43,8 +43,10 @@ struct alignas(128) Slot {
   Message message;
 };
 
+enum RegionState : uint32_t { kUnknown, kRegistered, kGone };
+
 struct RegionEntry {
-  std::atomic<uint32_t> registered;
+  std::atomic<uint32_t> state;
   uint32_t reserved;
   uint64_t bytes;
 };
