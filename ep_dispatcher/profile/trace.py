@@ -88,7 +88,8 @@ class Trace:
         work: what ran, in order of its start.
         num_layers: forwards of an MoE layer.
         num_plans: plans made.
-        num_syncs: CUDA calls inside the layers' forward that wait for the GPU.
+        num_syncs: CUDA calls that wait for the GPU, during a layer's forward or in a phase of its
+            backward.
         on_gpu: whether there are kernels in it.
     """
 
@@ -125,8 +126,12 @@ class Trace:
             return cls(json.load(file)["traceEvents"])
 
     def _in_layer(self, event: dict[str, Any]) -> bool:
-        ranges = self._layers.get(event["tid"])
-        return ranges is not None and ranges.around(float(event["ts"])) is not None
+        """Whether a call was made during a layer, by any thread, or in a phase of a backward."""
+        moment_us = float(event["ts"])
+        if any(ranges.around(moment_us) for ranges in self._layers.values()):
+            return True
+        phases = self._phases.get(event["tid"])
+        return phases is not None and phases.around(moment_us) is not None
 
     def _phases_of_forwards(self, operations: Sequence[dict[str, Any]]) -> dict[int, str]:
         """Phase of each forward operation, by sequence number."""
