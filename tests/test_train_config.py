@@ -213,3 +213,13 @@ def test_nested_keys_can_be_overridden() -> None:
     assert config.ep_dispatcher.num_sms == load_config(path).ep_dispatcher.num_sms
     with pytest.raises(ConfigError, match="unknown key 'chunk'"):
         load_config(path, ["ep_dispatcher.overlap.chunk=2"])
+
+
+def test_two_delays_of_weight_gradients_are_refused() -> None:
+    """Megatron's combined schedule delays them itself."""
+    values = {
+        "model": {"dtype": "bfloat16"},
+        "train": {"overlap": True, "delay_weight_gradients": True},
+    }
+    with pytest.raises(ConfigError, match="train.overlap and train.delay_weight_gradients"):
+        config_from_dict(values)

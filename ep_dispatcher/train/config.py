@@ -174,6 +174,8 @@ class TrainSection(Section):
         weight_decay: of AdamW.
         distributed_optimizer: shard the optimizer's state over the data-parallel ranks.
         overlap: hide expert communication behind another micro-batch (needs bfloat16).
+        delay_weight_gradients: compute the experts' weight gradients while the gradients of their
+            rows travel home (needs Transformer Engine and megatron-core 0.18 or later).
         seed: of the initial parameters and the order of the text.
         device: "auto" takes GPUs where every rank sees one.
         log_every, checkpoint_every, keep_checkpoints: steps, steps (0: none), and how many.
@@ -194,6 +196,7 @@ class TrainSection(Section):
     weight_decay: float = number(0.01, low=0)
     distributed_optimizer: bool = False
     overlap: bool = False
+    delay_weight_gradients: bool = False
     seed: int = number(1234, low=0)
     device: str = choice("auto", "cpu", "cuda")
     log_every: int = number(1)
@@ -227,6 +230,11 @@ class TrainConfig:
             count = getattr(model, name)
             if count is not None:
                 _check_divides("parallel.tensor", parallel.tensor, f"model.{name}", count)
+        if self.train.overlap and self.train.delay_weight_gradients:
+            raise ConfigError(
+                "train.overlap and train.delay_weight_gradients are both true; Megatron's combined "
+                "schedule has a delay of its own, so set one of the two"
+            )
         if self.train.overlap and model.dtype != "bfloat16":
             raise ConfigError(
                 f"train.overlap is true with model.dtype {model.dtype}; Megatron overlaps 16-bit "

@@ -6,6 +6,7 @@ GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 from dataclasses import dataclass
@@ -25,11 +26,13 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from ep_dispatcher.errors import UnavailableError
 from ep_dispatcher.megatron.plugin import EpPlugin, with_ep_dispatcher
 from ep_dispatcher.train.config import VOCABULARY, TrainConfig, TrainSection
 from ep_dispatcher.train.runtime import Runtime
 
 OURS = "ep_dispatcher"
+DELAY = "overlap_dispatch_backward_with_experts_wgrad"
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +88,11 @@ def build_job(config: TrainConfig, runtime: Runtime) -> Job:
     sharded = config.train.distributed_optimizer
     chunk = DistributedDataParallel(
         megatron_config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded),
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=sharded,
+            delay_wgrad_compute=config.train.delay_weight_gradients,
+        ),
         module,
     )
     megatron_config.finalize_model_grads_func = finalize_model_grads
@@ -134,11 +141,29 @@ def make_megatron_config(config: TrainConfig, runtime: Runtime) -> TransformerCo
         "moe_token_dispatcher_type": "alltoall" if dispatcher == OURS else dispatcher,
         "moe_grouped_gemm": has_transformer_engine(runtime),
         "overlap_moe_expert_parallel_comm": config.train.overlap,
+        **_delay_fields(config, runtime),
         **_moe_fields(config),
         **_parallel_fields(config),
         **_recompute_fields(model.recompute),
     }
     return TransformerConfig(**fields)
+
+
+def _delay_fields(config: TrainConfig, runtime: Runtime) -> dict[str, Any]:
+    """Megatron's name for weight gradients that are computed beside the backward of dispatch.
+
+    Raises:
+        UnavailableError: this Megatron, or this machine, cannot delay them.
+    """
+    if not config.train.delay_weight_gradients:
+        return {}
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    if DELAY not in known or not has_transformer_engine(runtime):
+        raise UnavailableError(
+            "train.delay_weight_gradients is true; it needs megatron-core 0.18 or later and "
+            "Transformer Engine on a GPU, so set it to false here"
+        )
+    return {DELAY: True}
 
 
 def _moe_fields(config: TrainConfig) -> dict[str, Any]:
