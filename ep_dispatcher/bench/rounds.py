@@ -125,7 +125,7 @@ class Runner:
         del given  # a second set need not fit in the memory that `place` takes from
         self._one_by_one(session, checker, checked=True)
         self.result.max_error = checker.max_error
-        if self._method.interference and self._place.device.type == "cuda":
+        if self._place.name in self._method.interference and self._place.device.type == "cuda":
             self._time_interference(session, checker)
         if self._work.ffn_hidden:
             self._time_layer(session)

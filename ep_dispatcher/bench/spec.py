@@ -149,7 +149,8 @@ class Method:
         rounds: timed rounds.
         time_limit_s: for one backend and one work, start-up included; past it the row says so.
         max_failures: crashes or hangs of one backend after which its remaining works are given up.
-        interference: time matrix products beside dispatch and combine (GPU), after the times.
+        interference: backends beside whose dispatch and combine matrix products are timed (GPU),
+            after the times; what hangs there loses them, so name what is known to share a GPU.
         usage: profile one more round for launches and host synchronisations (GPU), after the times.
     """
 
@@ -157,7 +158,7 @@ class Method:
     rounds: int = MIN_ROUNDS
     time_limit_s: float = 120.0
     max_failures: int = 2
-    interference: bool = False
+    interference: Sequence[str] = ()
     usage: bool = True
 
     def __post_init__(self) -> None:
