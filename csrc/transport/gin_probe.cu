@@ -55,9 +55,8 @@ struct Probe {
     for (int index = threadIdx.x; index < kWords; index += kWarp) {
       send_area()[index] = word_of(me, domain, round, index);
     }
-    __syncwarp();
+    net.put(domain, receive_offset(me), args.offset, kProbeBytes, kChannel);
     if (threadIdx.x == 0) {
-      net.put(domain, receive_offset(me), args.offset, kProbeBytes, kChannel);
       net.signal(domain, 0, kChannel);
     }
     __syncwarp();

@@ -11,57 +11,73 @@
 //                the data after a barrier.
 //             N4 a source may be written again once sent(channel) has reached the number of puts
 //                that the channel posted.
-// Signals and counters only grow, and nothing is reset: a CUDA graph can replay. Nothing here waits,
-// but a post does while its queue is full: keep fewer puts in flight than kMaxUnsent.
+// Signals and counters only grow, and nothing is reset: a CUDA graph can replay, in so far as NCCL's
+// backend takes part without the host (GDAKI) or with a thread of it that runs anyway (proxy).
+// Nothing here waits, but a post does while NCCL's queue is full (256 a context and peer with the
+// proxy's defaults): a channel's puts in flight are bounded by sent().
 #pragma once
 
 #include <nccl.h>
 #include <nccl_device.h>
 
+#include "api/ep_rail.h"
 #include "core/gin_handle.h"
+#include "transport/memory.cuh"
 
 namespace ep {
 
 class GinNet {
  public:
-  // Puts of one channel to one domain that may be posted and not sent; GIN's queues hold more.
-  static constexpr int kMaxUnsent = 64;
+  static constexpr bool kNeedsWorker = false;
 
   __device__ explicit GinNet(const GinHandle& handle)
       : handle_(handle), comm_(*static_cast<const ncclDevComm*>(handle.device_comm)) {}
 
+  __device__ GinNet(const EpContext& context, const EpRail& rail)
+      : GinNet(GinHandle{rail.gin_device_comm, rail.gin_window, rail.gin_contexts, rail.num_domains,
+                         rail.gin_signals_per_domain, rail.gin_counters}) {
+    own_ = static_cast<const char*>(context.window_base[context.ep_rank]);
+  }
+
   // The domain that this rank belongs to.
   __device__ int domain() const { return ncclTeamRail(comm_).rank; }
 
-  // Copies from our window to that of the same-index rank of `domain`. One thread calls.
+  // Copies from our window to that of the same-index rank of `domain`. A whole warp calls.
   __device__ void put(int domain, int64_t target_offset, int64_t source_offset, int64_t bytes,
                       int channel) const {
-    const auto window = static_cast<ncclWindow_t>(handle_.window);
-    gin_of(channel).put(ncclTeamRail(comm_), domain, window, static_cast<size_t>(target_offset),
-                        window, static_cast<size_t>(source_offset), static_cast<size_t>(bytes),
-                        ncclGin_None{}, ncclGin_WeakCounterInc{static_cast<uint32_t>(channel)},
-                        ncclCoopThread{}, ncclGin_None{}, cuda::thread_scope_thread,
-                        cuda::thread_scope_system);  // N2
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      gin_of(channel).put(ncclTeamRail(comm_), domain, window(), static_cast<size_t>(target_offset),
+                          window(), static_cast<size_t>(source_offset), static_cast<size_t>(bytes),
+                          ncclGin_None{}, ncclGin_WeakCounterInc{static_cast<uint32_t>(channel)},
+                          ncclCoopThread{}, ncclGin_None{}, cuda::thread_scope_thread,
+                          cuda::thread_scope_system);  // N2
+    }
+    __syncwarp();
   }
 
-  // Adds 1 to signal `signal` of that rank for us. One thread calls.
-  __device__ void signal(int domain, int signal, int channel) const {
+  // Adds 1 to signal `number` of that rank for us. One thread calls.
+  __device__ void signal(int domain, int number, int channel) const {
     const ncclTeam rail = ncclTeamRail(comm_);
-    const uint32_t number = number_of(rail.rank, signal);
-    gin_of(channel).signal(rail, domain, ncclGin_StrongSignalAdd{number, 1},  // N1
-                           ncclCoopThread{}, ncclGin_None{}, cuda::thread_scope_thread,
-                           cuda::thread_scope_system);
+    gin_of(channel).signal(
+        rail, domain, ncclGin_StrongSignalAdd{id_of(rail.rank, number), 1},  // N1
+        ncclCoopThread{}, ncclGin_None{}, cuda::thread_scope_thread, cuda::thread_scope_system);
   }
 
-  // Signals number `signal` that came from `domain` over `channel`'s context, since the rails were
-  // opened.
-  __device__ uint64_t read_signal(int domain, int signal, int channel) const {
-    return gin_of(channel).readSignal(number_of(domain, signal));  // N3
+  // Signals `number` that came from `domain`, which posted them over `channel`.
+  __device__ uint64_t read_signal(int domain, int number, int channel) const {
+    return gin_of(channel).readSignal(id_of(domain, number));  // N3
   }
 
-  // Puts of this channel, to all domains, whose sources have been read, since the rails were opened.
+  // Puts of this channel, to all domains, whose sources have been read.
   __device__ uint64_t sent(int channel) const {
     return gin_of(channel).readCounter(static_cast<uint32_t>(channel));  // N4
+  }
+
+  // Stores our word at `offset` to the same place there; ordered with nothing. One thread calls.
+  __device__ void tell(int domain, int64_t offset) const {
+    const uint64_t word = load_relaxed_sys(reinterpret_cast<const uint64_t*>(own_ + offset));
+    gin_of(0).putValue(ncclTeamRail(comm_), domain, window(), static_cast<size_t>(offset), word);
   }
 
  private:
@@ -69,12 +85,15 @@ class GinNet {
     return ncclGin(comm_, channel % handle_.num_contexts);
   }
 
-  __device__ uint32_t number_of(int domain, int signal) const {
-    return static_cast<uint32_t>(domain * handle_.signals_per_domain + signal);
+  __device__ ncclWindow_t window() const { return static_cast<ncclWindow_t>(handle_.window); }
+
+  __device__ uint32_t id_of(int domain, int number) const {
+    return static_cast<uint32_t>(domain * handle_.signals_per_domain + number);
   }
 
-  const GinHandle& handle_;
+  GinHandle handle_;
   const ncclDevComm& comm_;
+  const char* own_ = nullptr;  // our window; for tell()
 };
 
 }  // namespace ep
