@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ep_dispatcher.bench.spec import Work
 from ep_dispatcher.bench.trace import read_trace
+from ep_dispatcher.plan import Placement
 from ep_dispatcher.routing import RoutingSpec, make_topk_idx
 
 _STREAMS = 1_000_003  # seeds of ranks and purposes do not meet
@@ -50,6 +51,18 @@ def make_routing(work: Work, rank: int) -> Tensor:
         masked = torch.rand(topk_idx.shape, generator=generator) < work.masked_fraction
         topk_idx = topk_idx.masked_fill(masked, -1)
     return topk_idx
+
+
+def most_rows(work: Work) -> int:
+    """Rows that the busiest rank receives, with as much padding as alignment can ask for."""
+    owner = Placement.even(work.num_experts, work.ranks).rank_of
+    received = torch.zeros(work.ranks, dtype=torch.int64)
+    for rank in range(work.ranks):
+        topk_idx = make_routing(work, rank)
+        chosen = owner[topk_idx[topk_idx >= 0]]
+        received += torch.bincount(chosen, minlength=work.ranks)
+    padding = -(-work.num_experts // work.ranks) * (work.alignment - 1)
+    return int(received.max()) + padding
 
 
 def make_inputs(work: Work, rank: int, device: torch.device) -> Inputs:

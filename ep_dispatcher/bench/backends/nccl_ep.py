@@ -1,8 +1,10 @@
-"""NCCL EP through the nccl-extensions package: high throughput, expert-major rows, eager sizes.
+"""NCCL EP through the nccl-extensions package: high throughput, expert-major rows.
 
-Eager: its group has no receive capacity, so the plan reads the number of rows on the host and the
-outputs are sized exactly, as this package does in its default mode. Its kernels are called directly
-(the package has no autograd), so its backward phases carry no autograd cost.
+`nccl_ep` is its eager mode: the plan reads the number of rows on the host and the outputs are sized
+exactly, as this package does in its default mode; its dispatch waits for the device once more.
+`nccl_ep/static` has a receive capacity, here the rows of the busiest rank, and its host never
+waits. Kernels are called directly (the package has no autograd), so its backward phases carry no
+autograd cost.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ from ep_dispatcher.bench.backends.base import (
     need_even_experts,
     version_of,
 )
+from ep_dispatcher.bench.inputs import most_rows
 from ep_dispatcher.bench.spec import Work
 
 _MAX_TOKENS = 8192  # tokens of a rank, a constant of the library
 _TOKEN_STEP = 64  # group creation fails for a bound that is no multiple of this
+_EAGER = 0
 _TIMEOUT_NS = 20_000_000_000
 
 
@@ -71,6 +75,7 @@ class NcclEpSession(PlainSession):
         self._ep: Any = need("nccl.ep", "nccl-extensions")
         interop = need("nccl.ep.interop.torch", "nccl-extensions")
         self._work, self._place = work, place
+        self._capacity = _capacity(work) if place.name.endswith("/static") else _EAGER
         self._comm = interop.get_nccl_comm_from_group(place.group)
         self._group = self._ep.Group.create(self._comm, self._group_config())
         self._handle: Any = None
@@ -100,7 +105,8 @@ class NcclEpSession(PlainSession):
                 "libnccl_ep": str(self._ep.get_lib_version()),
             },
             notes=(
-                f"high throughput, expert-major, eager sizes, max_num_sms {self._work.num_sms}",
+                f"high throughput, expert-major, max_num_sms {self._work.num_sms}",
+                f"receive capacity {self._capacity or 'none: eager sizes'}",
                 "zero_copy left at its default; kernels called directly, without autograd",
             ),
         )
@@ -125,7 +131,7 @@ class NcclEpSession(PlainSession):
             )
         else:
             self._handle.update(routing, layout_info=self._layout_info, stream=_stream())
-        self._num_rows = int(self._total.item())
+        self._num_rows = self._capacity or int(self._total.item())
         lap("plan")
         if self._buffers is None or len(self._buffers.rows) != self._num_rows:
             self._buffers = self._make_buffers()
@@ -203,11 +209,11 @@ class NcclEpSession(PlainSession):
     def _group_config(self) -> Any:  # noqa: ANN401
         """The group's configuration; every knob that is not named is the library's default."""
         work, ep = self._work, self._ep
-        bound = -(-max(work.num_tokens, 1) // _TOKEN_STEP) * _TOKEN_STEP
         return ep.GroupConfig(
             algorithm=ep.Algorithm.HIGH_THROUGHPUT,
             num_experts=work.num_experts,
-            max_dispatch_tokens_per_rank=bound,
+            max_dispatch_tokens_per_rank=_token_bound(work),
+            max_recv_tokens_per_rank=self._capacity,
             max_token_bytes=work.row_bytes,
             max_num_sms=work.num_sms,
             num_topk=work.num_topk,
@@ -244,6 +250,16 @@ class NcclEpSession(PlainSession):
     def _the_buffers(self) -> Buffers:
         assert self._buffers is not None, "plan comes before dispatch"
         return self._buffers
+
+
+def _capacity(work: Work) -> int:
+    """Rows to make room for; no less than the tokens that one rank sends."""
+    return max(most_rows(work), _token_bound(work))
+
+
+def _token_bound(work: Work) -> int:
+    """T, rounded up to what group creation takes."""
+    return -(-max(work.num_tokens, 1) // _TOKEN_STEP) * _TOKEN_STEP
 
 
 def _check_limits(work: Work) -> None:

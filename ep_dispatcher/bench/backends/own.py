@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ep_dispatcher
-from ep_dispatcher import EpConfig, EPGroup, Placement, Plan
+from ep_dispatcher import EpConfig, EPGroup, Plan
 from ep_dispatcher.bench.backends.base import (
     Identity,
     Lap,
@@ -21,7 +21,7 @@ from ep_dispatcher.bench.backends.base import (
     class_name,
     file_of,
 )
-from ep_dispatcher.bench.inputs import make_routing
+from ep_dispatcher.bench.inputs import most_rows
 from ep_dispatcher.bench.spec import Work
 from ep_dispatcher.errors import EpError
 from ep_dispatcher.memory import persistent_bytes
@@ -157,15 +157,7 @@ def _open_static(work: Work, place: Place, config: EpConfig) -> EPGroup:
 def _config(work: Work, tier: Literal["device", "reference"]) -> EpConfig:
     """The group's config, with room for the outputs of the busiest rank."""
     config = work.ep_config(tier)
-    owner = Placement.even(work.num_experts, work.ranks).rank_of
-    received = torch.zeros(work.ranks, dtype=torch.int64)
-    for rank in range(work.ranks):
-        topk_idx = make_routing(work, rank)
-        chosen = owner[topk_idx[topk_idx >= 0]]
-        received += torch.bincount(chosen, minlength=work.ranks)
-    padding = -(-work.num_experts // work.ranks) * (work.alignment - 1)
-    rows = int(received.max()) + padding
-    size = _OUTPUTS * rows * (work.row_bytes + _WEIGHT_BYTES)
+    size = _OUTPUTS * most_rows(work) * (work.row_bytes + _WEIGHT_BYTES)
     return dataclasses.replace(config, output_bytes=max(size, _SMALLEST_OUTPUT_BYTES))
 
 
