@@ -46,14 +46,14 @@ struct GroupShared {
   int mark[kMaxStages];
 };
 
-// `readers` is the number of warps that give a stage back.
+// `readers` is the number of warps that give a stage back; each of their lanes arrives.
 __device__ inline void init_group(GroupShared* shared, int readers) {
   for (int at = 0; at < kMaxStages; ++at) {
     mbarrier_init(&shared->full[at], 1);
-    mbarrier_init(&shared->empty[at], readers);
+    mbarrier_init(&shared->empty[at], 32 * readers);
   }
   for (int at = 0; at < kOutboxes; ++at) {
-    mbarrier_init(&shared->outbox_full[at], kSumWarps);
+    mbarrier_init(&shared->outbox_full[at], kSumThreads);
     mbarrier_init(&shared->outbox_empty[at], 1);
   }
   fence_mbarrier_init();
@@ -206,18 +206,13 @@ __device__ __forceinline__ void copy_to_outbox(char* outbox, const char* stage, 
   }
 }
 
-__device__ __forceinline__ void arrive_once_a_warp(uint64_t* barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) {
-    mbarrier_arrive(barrier);
-  }
-}
-
 // Terms of a segment come one after another, segments of a row likewise; the last segment of a row
 // may be shorter.
 template <EpDtype kTerm, EpDtype kSum>
 __device__ void sum_segments(const Group& group, int64_t row_bytes) {
   GroupShared* shared = group.shared;
+  const int last = group.shape.segments - 1;
+  const auto last_bytes = static_cast<int>(Group::cut(last, row_bytes, group.shape.stage_bytes));
   RingPosition in(group.shape.num_stages);
   RingPosition out(kOutboxes);
   VectorSum<kTerm> sum[kPasses];
@@ -229,8 +224,7 @@ __device__ void sum_segments(const Group& group, int64_t row_bytes) {
     if (mark == kNoMoreTerms) {
       return;
     }
-    const int num_vectors =
-        static_cast<int>(Group::cut(segment, row_bytes, group.shape.stage_bytes)) / 16;
+    const int num_vectors = (segment == last ? last_bytes : group.shape.stage_bytes) / 16;
     const char* stage = group.stage(in.at());
     const bool alone = kTerm == kSum && mark == (kFirstTerm | kLastTerm);
     if (!alone) {
@@ -247,11 +241,11 @@ __device__ void sum_segments(const Group& group, int64_t row_bytes) {
         write_outbox<kTerm, kSum>(outbox, num_vectors, sum);
       }
       fence_proxy_async_shared();  // O5
-      arrive_once_a_warp(&shared->outbox_full[out.at()]);
+      mbarrier_arrive(&shared->outbox_full[out.at()]);
       out.step();
-      segment = segment + 1 == group.shape.segments ? 0 : segment + 1;
+      segment = segment == last ? 0 : segment + 1;
     }
-    arrive_once_a_warp(&shared->empty[in.at()]);
+    mbarrier_arrive(&shared->empty[in.at()]);
     in.step();
   }
 }

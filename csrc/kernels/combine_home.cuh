@@ -118,7 +118,10 @@ __device__ inline bool load_token(const Group& group, StageLoader* loader, const
 
 // A token that nobody contributes to.
 __device__ inline void zero_token(const CombineBlock& block, int64_t token, int64_t row_bytes) {
-  auto* out = reinterpret_cast<uint4*>(static_cast<char*>(block.args.out) + token * row_bytes);
+  if (block.args.segment_tokens > 0) {
+    return;  // rail_return knows which sums there are
+  }
+  auto* out = reinterpret_cast<uint4*>(block.out_row(token, row_bytes));
   for (int at = static_cast<int>(threadIdx.x) % 32; at < row_bytes / 16; at += 32) {
     out[at] = make_uint4(0, 0, 0, 0);
   }
@@ -160,7 +163,7 @@ __device__ inline void store_tokens(const Group& group, int64_t out_bytes) {
   int64_t token;
   Contributors list;
   while (cursor.next(&token, &list)) {
-    char* out = static_cast<char*>(group.block.args.out) + token * out_bytes;
+    char* out = group.block.out_row(token, out_bytes);
     for (int segment = 0; segment < group.shape.segments && list.count() > 0; ++segment) {
       const int at = position.at();
       if (!mbarrier_wait(group.watch, &group.shared->outbox_full[at], position.parity())) {
@@ -194,6 +197,9 @@ __device__ inline void store_tokens(const Group& group, int64_t out_bytes) {
 __device__ inline void read_gradients(const CombineBlock& block, int64_t token,
                                       const Contributors& list, int64_t grads_at) {
   const EpPlan& plan = block.args.plan;
+  if (block.args.segment_tokens > 0 && list.count() == 0) {
+    return;
+  }
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int32_t* ranks = plan.dst_rank + token * plan.num_topk;
   const int32_t* rows = plan.dst_row + token * plan.num_topk;
@@ -217,7 +223,7 @@ __device__ inline void read_gradients(const CombineBlock& block, int64_t token,
                         earlier);
     }
     if (slot < plan.num_topk) {
-      block.args.weights_grad[token * plan.num_topk + slot] = grad;
+      block.weights_grad_row(token, grads_at)[slot] = grad;
     }
   }
 }
@@ -265,7 +271,7 @@ class Crediter {
           return false;
         }
       }
-      arrive_once_a_warp(&group_.shared->empty[position_.at()]);
+      mbarrier_arrive(&group_.shared->empty[position_.at()]);
       position_.step();
     }
     return true;
