@@ -11,7 +11,6 @@ speed of its experts is what those of "chunksN" are compared with.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import logging
@@ -298,18 +297,36 @@ def record(
 
 def main(words: Sequence[str]) -> int:
     """Be one rank of the measurement; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="ep_dispatcher.profile.layer", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--set", action="append", default=[], dest="overrides")
-    parser.add_argument("--out", type=Path, default=Path("docs/results/overlap.jsonl"))
-    parser.add_argument("--spans", type=Path, help="JSON file for the phases of each rank")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--chunks", default="2,4", help="numbers of chunks, with commas")
-    args = parser.parse_args(words)
+    config = read_config(words)
+    runtime = open_runtime(config)
+    measure(words, config, runtime)
+    dist.barrier()
+    dist.destroy_process_group()
+    return OK
+
+
+def read_config(words: Sequence[str]) -> TrainConfig:
+    """The config that a command line names.
+
+    Raises:
+        ConfigError: a bad config, or one of more than one layer.
+    """
+    args = _parser().parse_args(words)
     config = load_config(args.config, args.overrides)
     if config.model.num_layers != 1:
         raise ConfigError(f"model.num_layers is {config.model.num_layers}; this measures 1 layer")
-    runtime = open_runtime(config)
+    return config
+
+
+def measure(words: Sequence[str], config: TrainConfig, runtime: Runtime) -> None:
+    """Time all variants and record them; collective.
+
+    Args:
+        words: the command line.
+        config: that it names.
+        runtime: this rank.
+    """
+    args = _parser().parse_args(words)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -324,11 +341,18 @@ def main(words: Sequence[str]) -> int:
     _report(bench, config, runtime, log)
     if args.spans is not None:
         _write_spans(bench, runtime, args.spans)
-    with contextlib.suppress(RuntimeError):
-        bench.close()
-    dist.barrier()
-    dist.destroy_process_group()
-    return OK
+    bench.close()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ep_dispatcher.profile.layer", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--out", type=Path, default=Path("docs/results/overlap.jsonl"))
+    parser.add_argument("--spans", type=Path, help="JSON file for the phases of each rank")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--chunks", default="2,4", help="numbers of chunks, with commas")
+    return parser
 
 
 def _report(bench: LayerBench, config: TrainConfig, runtime: Runtime, log: ResultLog) -> None:

@@ -157,6 +157,43 @@ def record(runs: dict[str, Run], config: TrainConfig, log: ResultLog) -> list[st
 
 def main(words: Sequence[str]) -> int:
     """Be one rank; returns the exit code."""
+    args = _parser().parse_args(words)
+    config = load_config(args.config, [*args.overrides, f"train.steps={args.steps}"])
+    runtime = open_runtime(config)
+    compare(words, config, runtime)
+    dist.barrier()
+    dist.destroy_process_group()
+    return OK
+
+
+def compare(words: Sequence[str], config: TrainConfig, runtime: Runtime) -> None:
+    """Train all variants, compare and record; collective.
+
+    Args:
+        words: the command line.
+        config: that it names.
+        runtime: this rank.
+    """
+    args = _parser().parse_args(words)
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    corpus = load_corpus(config.data, config.model.seq_length)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # of what is Megatron's and torch's
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+    runs: dict[str, Run] = {}
+    try:
+        for name in args.variants.split(","):
+            runs[name] = train(config_of(name, config, args.chunks), corpus, runtime)
+            gc.collect()
+            if runtime.is_first:
+                say(f"{name}: {runs[name].losses[0]:.6f} -> {runs[name].losses[-1]:.6f}")
+    finally:  # what was measured is kept where a later variant fails
+        if runtime.is_first and "alltoall" in runs:
+            command: list[Any] = [sys.executable, "-m", "ep_dispatcher.profile.parity", *words]
+            for line in record(runs, config, ResultLog(args.out, command)):
+                say(line)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ep_dispatcher.profile.parity", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
@@ -164,26 +201,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--chunks", type=int, default=2)
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--out", type=Path, default=Path("docs/results/train.jsonl"))
-    args = parser.parse_args(words)
-    config = load_config(args.config, [*args.overrides, f"train.steps={args.steps}"])
-    runtime = open_runtime(config)
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    corpus = load_corpus(config.data, config.model.seq_length)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # of what is Megatron's and torch's
-    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
-    runs: dict[str, Run] = {}
-    for name in args.variants.split(","):
-        runs[name] = train(config_of(name, config, args.chunks), corpus, runtime)
-        gc.collect()
-        if runtime.is_first:
-            say(f"{name}: {runs[name].losses[0]:.6f} -> {runs[name].losses[-1]:.6f}")
-    if runtime.is_first:
-        command: list[Any] = [sys.executable, "-m", "ep_dispatcher.profile.parity", *words]
-        for line in record(runs, config, ResultLog(args.out, command)):
-            say(line)
-    dist.barrier()
-    dist.destroy_process_group()
-    return OK
+    return parser
 
 
 if __name__ == "__main__":
