@@ -87,8 +87,10 @@ def phase_table(lines: Sequence[Line]) -> list[Table]:
     tables = []
     for setting in dict.fromkeys(map(setting_of, lines)):
         mine = [line for line in lines if setting_of(line) == setting]
-        rows = [row for key in _variants(mine) for row in _phase_rows(mine, key)]
-        head = ("backend", "SMs", *SHOWN_PHASES, "round trip")
+        found = {line["phase"] for line in timed(mine)}
+        phases = [phase for phase in SHOWN_PHASES if phase in found]
+        rows = [row for key in _variants(mine) for row in _phase_rows(mine, key, phases)]
+        head = ("backend", "SMs", *phases, "round trip")
         note = (
             "Microseconds, median / 95th percentile of the slowest rank of each round. Pair: "
             "dispatch, combine and the backward of both, back to back, all permutes included. "
@@ -303,14 +305,16 @@ def _variants(lines: Sequence[Line]) -> list[tuple[str, int]]:
     return list(dict.fromkeys((line["backend"], line["num_sms"]) for line in lines))
 
 
-def _phase_rows(lines: Sequence[Line], variant: tuple[str, int]) -> list[tuple[str, ...]]:
+def _phase_rows(
+    lines: Sequence[Line], variant: tuple[str, int], phases: Sequence[str]
+) -> list[tuple[str, ...]]:
     """The row of one variant; none where it has no time."""
     mine = [line for line in timed(lines) if (line["backend"], line["num_sms"]) == variant]
     by_phase = {line["phase"]: line for line in mine}
     if not by_phase:
         return []
     cells = []
-    for phase in SHOWN_PHASES:
+    for phase in phases:
         line = by_phase.get(phase)
         cells.append(f"{line['median_us']:,.0f} / {line['p95_us']:,.0f}" if line else "")
     total = round_trip_us(mine, variant)
