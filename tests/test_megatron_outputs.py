@@ -29,21 +29,21 @@ def model(**settings: object) -> Any:  # noqa: ANN401
 @pytest.mark.parametrize(
     ("settings", "kept"),
     [
-        ({}, 9),
-        ({"moe_layer_freq": 2}, 6),
-        ({"moe_layer_freq": [0, 1, 1, 0, 0, 0]}, 5),
-        ({"mtp_num_layers": 1}, 10),
-        ({"virtual_pipeline_model_parallel_size": 2}, 15),
-        ({"overlap_moe_expert_parallel_comm": True}, 15),
-        ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, 3),
-        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, 9),
+        ({}, 10),
+        ({"moe_layer_freq": 2}, 7),
+        ({"moe_layer_freq": [0, 1, 1, 0, 0, 0]}, 6),
+        ({"mtp_num_layers": 1}, 11),
+        ({"virtual_pipeline_model_parallel_size": 2}, 16),
+        ({"overlap_moe_expert_parallel_comm": True}, 16),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, 4),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, 10),
         (
             {
                 "recompute_granularity": "full",
                 "recompute_method": "uniform",
                 "recompute_num_layers": 1,
             },
-            3,
+            4,
         ),
     ],
 )
@@ -55,7 +55,7 @@ def test_kept_outputs(settings: dict[str, object], kept: int) -> None:
 def test_every_kept_output_fits() -> None:
     """Room for HEADROOM times a balanced routing in each; more shards of an expert, more rows."""
     rows = int(HEADROOM * 4096 * 8)
-    assert output_bytes(model(), SHAPE, 4096) >= 9 * rows * (SHAPE.row_bytes + 4)
+    assert output_bytes(model(), SHAPE, 4096) >= 10 * rows * (SHAPE.row_bytes + 4)
     folded = MoeShape(hidden=1024, num_topk=16, num_experts=128)
     assert output_bytes(model(), folded, 4096) > 1.9 * output_bytes(model(), SHAPE, 4096)
     assert output_bytes(model(), SHAPE, 0) >= 64 << 20

@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from ep_dispatcher.config import Duplicates, EpConfig, MoeShape, Precision, Tier, Tuning
+from ep_dispatcher.config import Combine, Duplicates, EpConfig, MoeShape, Precision, Tier, Tuning
 from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.megatron import compat
 
 POLICY_TYPE = "flex"
 POLICY_BACKEND = "hybridep"
 MAX_CHUNKS = 16  # a chunk of fewer rows would spend its time in launches
-_TUNING = ("num_sms", "chunk_tokens", "timeout_s", "duplicates")
+_TUNING = ("num_sms", "chunk_tokens", "timeout_s", "duplicates", "combine")
 _SMALLEST = MoeShape(hidden=8, num_topk=1, num_experts=1)  # any shape: to check the other fields
 
 
@@ -65,6 +65,7 @@ class MegatronOptions:
         chunk_tokens: tokens that travel under one flag.
         timeout_s: device tier: deadline of every wait.
         duplicates: device tier: who makes a token's further copies; see `Tuning`.
+        combine: device tier: how rows come home; see `Tuning`.
         overlap: of communication with the experts of the same layer.
         debug_ledger: debug mode; compares the order of all calls between the ranks.
 
@@ -83,6 +84,7 @@ class MegatronOptions:
     chunk_tokens: int = Tuning.chunk_tokens
     timeout_s: float = Tuning.timeout_s
     duplicates: Duplicates = Tuning.duplicates
+    combine: Combine = Tuning.combine
     overlap: OverlapOptions = dataclasses.field(default_factory=OverlapOptions)
     debug_ledger: bool = False
 

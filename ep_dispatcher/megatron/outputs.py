@@ -12,7 +12,8 @@ from typing import Any
 from ep_dispatcher.config import DTYPE_BYTES, MoeShape
 
 HEADROOM = 1.5  # a rank may get that many times the rows of a balanced routing, in every layer
-_TRANSIENT = 3  # forward, backward's dispatch, and one that another stream has not let go of yet
+# Forward, backward's dispatch, rows on their way home, and one that another stream still holds.
+_TRANSIENT = 4
 _SMALLEST_BYTES = 64 << 20
 _BLOCK_SLACK_BYTES = 2 << 20  # what the allocator may lose on each block
 
@@ -28,7 +29,7 @@ def kept_outputs(config: Any) -> int:  # noqa: ANN401
     Args:
         config: Megatron's TransformerConfig.
 
-    Example: 4 layers with experts, no pipeline, nothing recomputed -> 4 + 3.
+    Example: 4 layers with experts, no pipeline, nothing recomputed -> 4 + 4.
     """
     if _recomputes_layers(config):
         return _TRANSIENT

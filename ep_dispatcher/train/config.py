@@ -17,7 +17,15 @@ from ep_dispatcher.train.sections import Section, choice, number, refuse_unknown
 
 VOCABULARY = 256  # the model reads and predicts bytes
 # Keys of the section ep_dispatcher that change no result.
-SPEED_ONLY = ("num_sms", "chunk_tokens", "timeout_s", "duplicates", "output_bytes", "debug_ledger")
+SPEED_ONLY = (
+    "num_sms",
+    "chunk_tokens",
+    "timeout_s",
+    "duplicates",
+    "combine",
+    "output_bytes",
+    "debug_ledger",
+)
 BOOKKEEPING = (
     "steps",
     "out_dir",
