@@ -74,7 +74,7 @@ else
     2 | 4 | 8) part "tests one domain" 100 "${tests[@]}" tests/test_device.py -k "${ranks}ranks" ;;
     *) echo "tests one domain: not run, they are for 2, 4 and 8 ranks" | tee -a "$out/parts.txt" ;;
   esac
-  left_s=$((budget_s - SECONDS - 110))
+  left_s=$((budget_s * 4 / 5 - SECONDS)) # the fifth that stays is for overlap, domains and report
   ((left_s < 280)) || left_s=280
   part bench $((left_s + 15)) "${bench[@]}" --budget "$left_s" --set ranks="$ranks" \
     --recover scripts/restart_mps.sh
