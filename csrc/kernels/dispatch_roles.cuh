@@ -19,7 +19,8 @@ __device__ inline void announce(const EpDispatchArgs& args, const DispatchShared
 }
 
 // Waits until every peer has entered; notes where its rows start.
-__device__ inline bool wait_for_entry(const EpDispatchArgs& args, int channel, DispatchShared* shared) {
+__device__ inline bool wait_for_entry(const EpDispatchArgs& args, int channel,
+                                      DispatchShared* shared) {
   const EpContext& context = args.context;
   const Peers peers(context);
   EpReady* ready = peers.at<EpReady>(context.ep_rank, context.window.dispatch_ready);
@@ -223,6 +224,25 @@ __device__ inline void publish_progress(const Sender& sender, int item) {
   }
 }
 
+// Before the stage of `item` is loaded: all stores that read it must have done so.
+__device__ inline void free_stage(const Sender& sender, int item) {
+  if (!mutated(sender.context, Mutation::kDispatchReuseStage)) {
+    bulk_wait_read<1>();  // O4
+  }
+  __syncwarp();
+  // The copy engine takes its orders in turn, so a load would not show that a store still reads:
+  // an ordinary store does.
+  if (mutated(sender.context, Mutation::kDispatchReuseStage) ||
+      mutated(sender.context, Mutation::kDispatchScribble)) {
+    auto* words = reinterpret_cast<uint4*>(sender.stage_of(item));
+    for (int word = sender.lane; word < sender.shape.segment_bytes / 16; word += 32) {
+      words[word] = make_uint4(0, 0, 0, 0);
+    }
+    fence_proxy_async_shared();
+    __syncwarp();
+  }
+}
+
 template <class Rows>
 __device__ inline void send_rows(const Sender& sender, Rows* rows) {
   if (sender.num_items == 0) {
@@ -251,10 +271,7 @@ __device__ inline void send_rows(const Sender& sender, Rows* rows) {
       publish_progress(sender, item);
     }
     if (item + kLookahead < sender.num_items) {
-      if (!mutated(sender.context, Mutation::kDispatchReuseStage)) {
-        bulk_wait_read<1>();  // O4
-      }
-      __syncwarp();
+      free_stage(sender, item + kLookahead);
       load_item(sender, rows, item + kLookahead);
     }
   }
@@ -277,7 +294,8 @@ __device__ inline void wait_for_rows(const Sender& sender) {
 
 // The sending warps. Returns once the rows of this channel of every source are there.
 template <class Rows>
-__device__ inline void send(const EpDispatchArgs& args, const Sender& sender, Rows* rows, bool entered) {
+__device__ inline void send(const EpDispatchArgs& args, const Sender& sender, Rows* rows,
+                            bool entered) {
   if (!entered) {
     if (!Rows::kMayWait) {
       drain_loads(sender);
@@ -308,8 +326,8 @@ __device__ inline void send(const EpDispatchArgs& args, const Sender& sender, Ro
 
 // A block of the domain's part, between the start and the end of the launch.
 template <class Rows>
-__device__ inline void dispatch_channel(const EpDispatchArgs& args, Rows* rows, int channel, char* stages,
-                                 DispatchShared* shared) {
+__device__ inline void dispatch_channel(const EpDispatchArgs& args, Rows* rows, int channel,
+                                        char* stages, DispatchShared* shared) {
   const Sender sender(args, channel, stages, shared);
   const int duplicator = sender.warp - sender.shape.warps;
   if (channel == 0) {

@@ -17,6 +17,7 @@ enum class Mutation : int32_t {
   kDispatchSkipEntry = 13,   // dispatch O3
   kDuplicateSkipWait = 14,   // dispatch O5
   kDispatchReuseStage = 15,  // dispatch O4
+  kDispatchScribble = 16,    // keeps O4, and shows that a stage may be written then
   kCombineFlagFirst = 21,    // combine O1
   kCombineSkipPartial = 22,  // combine O2
   kCombineSkipCredit = 23,   // combine O3
@@ -24,6 +25,16 @@ enum class Mutation : int32_t {
   kGatherSkipEntry = 31,     // combine by gathering G1
   kGatherSkipDone = 32,      // combine by gathering G3
   kGatherDoneFirst = 33,     // combine by gathering G2
+  kRailSignalFirst = 41,     // rails R1, of records
+  kRailSkipWait = 42,        // rails R2
+  kRailSkipEntry = 43,       // rails R3
+  kRailReuseStage = 44,      // rails R5
+  kRailWeakSignal = 45,      // net N1: as if data and signal took two contexts
+  kReturnSignalFirst = 46,   // rails R1, of sums
+  kReturnSkipWait = 47,      // rails R2, of sums
+  kReturnSkipEntry = 48,     // rails R4
+  kRailTopkSkipWait = 49,    // rails R2, of routing
+  kRailCountsSkipWait = 50,  // rails, counts inside the domain
 };
 
 __device__ __forceinline__ bool mutated([[maybe_unused]] const EpContext& context,
