@@ -34,7 +34,7 @@ compile() {
 print("-I" + pybind11.get_include(), "-I" + s.get_path("include"),
       "-I" + s.get_path("platlib") + "/nvidia/nccl/include")')
   [[ -z ${NCCL_HOME:-} ]] || includes="-I$NCCL_HOME/include $includes"
-  for source in csrc/kernels/*.cu csrc/api/*.cpp csrc/bindings/kernels.cpp \
+  for source in csrc/kernels/*.cu csrc/api/*.cpp csrc/bindings/{kernels,rail}.cpp \
     csrc/testing/kernels_module.cpp; do
     object=$BUILD/$name-$(basename "$source").o
     # shellcheck disable=SC2086

@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "api/checker.h"
 #include "core/launch.h"
 #include "core/window_layout.h"
 
@@ -16,46 +17,22 @@ std::string& last_error() {
   return message;
 }
 
+}  // namespace
+
 EpStatus refuse(const std::string& message) {
   last_error() = message;
   return EP_INVALID_ARGUMENT;
 }
 
-// Notes the first value that is out of range.
-class Checker {
- public:
-  void range(const char* name, int64_t value, int64_t low, int64_t high) {
-    if (value < low || value > high) {
-      fail(std::string(name) + " is " + std::to_string(value) + "; it must be in [" +
-           std::to_string(low) + ", " + std::to_string(high) + "]");
-    }
+EpStatus note_launch(cudaError_t result) {
+  if (result != cudaSuccess) {
+    last_error() = std::string("the launch failed: ") + cudaGetErrorString(result);
+    return EP_LAUNCH_FAILED;
   }
+  return EP_OK;
+}
 
-  void multiple(const char* name, int64_t value, int64_t step) {
-    if (value % step != 0) {
-      fail(std::string(name) + " is " + std::to_string(value) + "; it must be a multiple of " +
-           std::to_string(step));
-    }
-  }
-
-  void pointer(const char* name, const void* value, bool needed, int64_t alignment = 4) {
-    if (needed && value == nullptr) {
-      fail(std::string(name) + " is NULL; it must be memory that the GPU can reach");
-    }
-    multiple(name, static_cast<int64_t>(reinterpret_cast<uintptr_t>(value)), alignment);
-  }
-
-  void fail(const std::string& message) {
-    if (message_.empty()) {
-      message_ = message;
-    }
-  }
-
-  EpStatus status() const { return message_.empty() ? EP_OK : refuse(message_); }
-
- private:
-  std::string message_;
-};
+namespace {
 
 constexpr int64_t kMaxTokens = int64_t{1} << 20;
 constexpr int64_t kMaxRows = INT32_MAX;
@@ -180,12 +157,7 @@ EpStatus run(const Args* ranks, int num_ranks, void* stream,
   if (check.status() != EP_OK) {
     return EP_INVALID_ARGUMENT;
   }
-  const cudaError_t result = launch(ranks, num_ranks, static_cast<cudaStream_t>(stream));
-  if (result != cudaSuccess) {
-    last_error() = std::string("the launch failed: ") + cudaGetErrorString(result);
-    return EP_LAUNCH_FAILED;
-  }
-  return EP_OK;
+  return note_launch(launch(ranks, num_ranks, static_cast<cudaStream_t>(stream)));
 }
 
 // Combine in the form that the first rank names; all name the same.

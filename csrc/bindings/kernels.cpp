@@ -85,6 +85,7 @@ void bind_context(py::module_& module) {
       .def_readwrite("timeout_ns", &EpContext::timeout_ns)
       .def_readwrite("test_mutation", &EpContext::test_mutation)
       .def_readwrite("test_delay_us", &EpContext::test_delay_us)
+      .def_readwrite("first_rank", &EpContext::first_rank)
       .def_property(
           "window_bases",
           [](const EpContext& self) {
@@ -169,7 +170,10 @@ void bind_calls(py::module_& module) {
   route.def_readwrite("capacity_rows", &EpRouteArgs::capacity_rows)
       .def_readwrite("alignment", &EpRouteArgs::alignment)
       .def_readwrite("only_refusals", &EpRouteArgs::only_refusals)
-      .def_readwrite("ticket", &EpRouteArgs::ticket);
+      .def_readwrite("ticket", &EpRouteArgs::ticket)
+      .def_readwrite("segment_tokens", &EpRouteArgs::segment_tokens);
+  pointer(route, "segment_shift", &EpRouteArgs::segment_shift);
+  pointer(route, "verdict", &EpRouteArgs::verdict);
   auto dispatch = bind_args<EpDispatchArgs>(module, "DispatchArgs");
   pointer(dispatch, "x", &EpDispatchArgs::x);
   pointer(dispatch, "topk_weights", &EpDispatchArgs::topk_weights);
@@ -188,7 +192,12 @@ void bind_calls(py::module_& module) {
       .def_readwrite("exact", &EpCombineArgs::exact)
       .def_readwrite("form", &EpCombineArgs::form)
       .def_readwrite("expert_out_offset", &EpCombineArgs::expert_out_offset)
-      .def_readwrite("row_weights_grad_offset", &EpCombineArgs::row_weights_grad_offset);
+      .def_readwrite("row_weights_grad_offset", &EpCombineArgs::row_weights_grad_offset)
+      .def_readwrite("segment_tokens", &EpCombineArgs::segment_tokens)
+      .def_readwrite("home_segment", &EpCombineArgs::home_segment)
+      .def_readwrite("segment_stride", &EpCombineArgs::segment_stride);
+  pointer(combine, "segment_out", &EpCombineArgs::segment_out);
+  pointer(combine, "own_out", &EpCombineArgs::own_out);
   bind_call<EpRouteArgs>(module, "route", &ep_route, &ep_route_world);
   bind_call<EpDispatchArgs>(module, "dispatch", &ep_dispatch, &ep_dispatch_world);
   bind_call<EpCombineArgs>(module, "combine", &ep_combine, &ep_combine_world);
@@ -247,6 +256,7 @@ void bind_kernels(py::module_& module) {
   bind_plan(module);
   bind_calls(module);
   bind_host_words(module);
+  bind_rail(module);
 }
 
 }  // namespace ep

@@ -6,5 +6,6 @@
 namespace ep {
 
 void bind_kernels(pybind11::module_& module);
+void bind_rail(pybind11::module_& module);  // called by bind_kernels
 
 }  // namespace ep

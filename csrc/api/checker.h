@@ -1,0 +1,55 @@
+// How the C ABI refuses arguments: the first value out of range, kept for ep_last_error.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "api/ep_dispatcher.h"
+
+namespace ep {
+
+// Keeps a message for ep_last_error; EP_INVALID_ARGUMENT.
+EpStatus refuse(const std::string& message);
+
+// The status of a launch; keeps what CUDA says.
+EpStatus note_launch(cudaError_t result);
+
+// Notes the first value that is out of range.
+class Checker {
+ public:
+  void range(const char* name, int64_t value, int64_t low, int64_t high) {
+    if (value < low || value > high) {
+      fail(std::string(name) + " is " + std::to_string(value) + "; it must be in [" +
+           std::to_string(low) + ", " + std::to_string(high) + "]");
+    }
+  }
+
+  void multiple(const char* name, int64_t value, int64_t step) {
+    if (value % step != 0) {
+      fail(std::string(name) + " is " + std::to_string(value) + "; it must be a multiple of " +
+           std::to_string(step));
+    }
+  }
+
+  void pointer(const char* name, const void* value, bool needed, int64_t alignment = 4) {
+    if (needed && value == nullptr) {
+      fail(std::string(name) + " is NULL; it must be memory that the GPU can reach");
+    }
+    multiple(name, static_cast<int64_t>(reinterpret_cast<uintptr_t>(value)), alignment);
+  }
+
+  void fail(const std::string& message) {
+    if (message_.empty()) {
+      message_ = message;
+    }
+  }
+
+  EpStatus status() const { return message_.empty() ? EP_OK : refuse(message_); }
+
+ private:
+  std::string message_;
+};
+
+}  // namespace ep

@@ -1,0 +1,187 @@
+// The C ABI of the rails: checks arguments, then launches. No exception leaves it.
+#include "api/ep_rail.h"
+
+#include <string>
+
+#include "api/checker.h"
+#include "core/rail_launch.h"
+#include "core/rail_layout.h"
+
+namespace ep {
+namespace {
+
+constexpr int64_t kMostTokens = int64_t{1} << 20;
+constexpr int kRowAlignment = 16;
+
+// What the layout depends on.
+void check_shape(Checker* check, const EpContext& context, const EpRail& rail) {
+  check->range("num_domains", rail.num_domains, 2, EP_MAX_DOMAINS);
+  check->range("domain", rail.domain, 0, rail.num_domains - 1);
+  check->range("num_blocks", rail.num_blocks, 1, EP_MAX_CHANNELS);
+  check->range("num_blocks x 8", int64_t{rail.num_blocks} * EP_RAIL_WARPS, rail.num_domains - 1,
+               INT32_MAX);
+  check->range("rail.max_tokens", rail.max_tokens, 1, kMostTokens / rail.num_domains);
+  check->range("context.shape.max_tokens", context.shape.max_tokens,
+               rail.num_domains * rail.max_tokens, rail.num_domains * rail.max_tokens);
+  check->range("net", rail.net, EP_NET_LOOP, EP_NET_GIN);
+  check->range("rail.exact", rail.exact, 0, 1);
+}
+
+void check_rail(Checker* check, const EpContext& context, const EpRail& rail) {
+  check_shape(check, context, rail);
+  if (check->status() != EP_OK) {
+    return;
+  }
+  if (rail.layout.total_bytes != make_rail_layout(context, rail).total_bytes) {
+    check->fail("layout is not that of the rail; use ep_make_rail_layout");
+  }
+  check->pointer("rail.expert_rank", rail.expert_rank, true);
+  check->pointer("rail.expert_order", rail.expert_order, true);
+  check->pointer("rail.owner_first", rail.owner_first, true);
+  check->pointer("chaos", rail.chaos, rail.net == EP_NET_CHAOS, 8);
+  for (int domain = 0; domain < rail.num_domains && rail.net != EP_NET_GIN; ++domain) {
+    check->pointer("rail_base", rail.rail_base[domain], true, kRowAlignment);
+  }
+  check->pointer("gin_device_comm", rail.gin_device_comm, rail.net == EP_NET_GIN);
+  check->pointer("fault", context.fault, true);
+}
+
+void check_tokens(Checker* check, const EpRail& rail, int64_t num_tokens, int num_topk,
+                  int most_topk) {
+  check->range("num_tokens", num_tokens, 0, rail.max_tokens);
+  check->range("num_topk", num_topk, 1, most_topk);
+}
+
+void check_call(Checker* check, const EpRailPlanArgs& args) {
+  check_rail(check, args.context, args.rail);
+  check_tokens(check, args.rail, args.num_tokens, args.num_topk, args.context.shape.num_topk);
+  const bool tokens = args.num_tokens > 0;
+  check->pointer("topk_idx", args.topk_idx, tokens);
+  check->pointer("dst_rank", args.dst_rank, tokens);
+  check->pointer("dst_row", args.dst_row, tokens);
+  check->pointer("counts", args.counts, true);
+  check->range("alignment", args.alignment, 1, 4096);
+  check->range("capacity_rows", args.capacity_rows, -1, INT32_MAX);
+}
+
+void check_call(Checker* check, const EpRailDispatchArgs& args) {
+  const EpDispatchArgs& domain = args.domain;
+  check_rail(check, domain.context, args.rail);
+  check_tokens(check, args.rail, args.num_tokens, domain.plan.num_topk,
+               domain.context.shape.num_topk);
+  check->range("plan.num_tokens", domain.plan.num_tokens, domain.context.shape.max_tokens,
+               domain.context.shape.max_tokens);
+  const bool tokens = args.num_tokens > 0;
+  check->pointer("x", domain.x, tokens, kRowAlignment);
+  check->pointer("dst_rank", args.dst_rank, tokens);
+  check->range("row_bytes", domain.row_bytes, 16, domain.context.shape.partial_bytes);
+  check->multiple("row_bytes", domain.row_bytes, 16);
+  check->range("recv_rows", domain.recv_rows, 0, INT32_MAX);
+  check->multiple("recv_x_offset", domain.recv_x_offset, 16);
+  check->range("duplicate", domain.duplicate, 0, 1);
+}
+
+void check_call(Checker* check, const EpRailReturnArgs& args) {
+  const EpCombineArgs& domain = args.domain;
+  check_rail(check, domain.context, args.rail);
+  check_tokens(check, args.rail, args.num_tokens, domain.plan.num_topk,
+               domain.context.shape.num_topk);
+  check->pointer("out", domain.out, args.num_tokens > 0, kRowAlignment);
+  check->pointer("dst_rank", args.dst_rank, args.num_tokens > 0);
+  check->range("dtype", domain.dtype, EP_BFLOAT16, EP_FLOAT32);
+  check->range("exact", domain.exact, 0, 1);
+  check->range("segment_tokens", domain.segment_tokens, args.rail.max_tokens,
+               args.rail.max_tokens);
+  const int element_bytes = domain.dtype == EP_FLOAT32 || domain.exact != 0 ? 4 : 2;
+  check->range("bytes of a partial row", domain.hidden * element_bytes, 16,
+               domain.context.shape.partial_bytes);
+  check->pointer("own_out", domain.own_out, domain.exact != 0 && domain.dtype != EP_FLOAT32);
+}
+
+template <class Args>
+EpStatus run(const Args* ranks, int num_ranks, void* stream,
+             cudaError_t (*launch)(const Args*, int, cudaStream_t),
+             cudaError_t (*launch_gin)(const Args*, cudaStream_t)) {
+  if (ranks == nullptr || num_ranks < 1 || num_ranks > EP_WORLD_RANKS) {
+    return refuse("num_ranks is " + std::to_string(num_ranks) + "; one launch takes 1 to " +
+                  std::to_string(EP_WORLD_RANKS));
+  }
+  Checker check;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    check_call(&check, ranks[rank]);
+  }
+  if (check.status() != EP_OK) {
+    return EP_INVALID_ARGUMENT;
+  }
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (ranks[0].rail.net != EP_NET_GIN) {
+    return note_launch(launch(ranks, num_ranks, on));
+  }
+  if (num_ranks != 1 || launch_gin == nullptr) {
+    return refuse("net is EP_NET_GIN; it takes one rank a launch and a library built with NCCL");
+  }
+  return note_launch(launch_gin(ranks, on));
+}
+
+int64_t chaos_bytes_of(const EpRail& rail) {
+  constexpr int64_t kControl = 64;
+  constexpr int64_t kRing = 2048;  // at least those of ChaosControl and ChaosRing
+  return kControl + kRing * rail.layout.channels;
+}
+
+}  // namespace
+}  // namespace ep
+
+extern "C" {
+
+EpStatus ep_make_rail_layout(const EpContext* context, const EpRail* rail, EpRailLayout* layout) {
+  if (context == nullptr || rail == nullptr || layout == nullptr) {
+    return ep::refuse("context, rail or layout is NULL");
+  }
+  ep::Checker check;
+  ep::check_shape(&check, *context, *rail);
+  if (check.status() == EP_OK) {
+    *layout = ep::make_rail_layout(*context, *rail);
+  }
+  return check.status();
+}
+
+int64_t ep_chaos_bytes(const EpRail* rail) {
+  return ep::chaos_bytes_of(*rail);
+}
+
+EpStatus ep_rail_exchange(const EpRailPlanArgs* args, void* stream) {
+  return ep::run(args, 1, stream, &ep::launch_rail_exchange, &ep::launch_rail_exchange_gin);
+}
+
+EpStatus ep_rail_counts(const EpRailPlanArgs* args, void* stream) {
+  return ep::run(args, 1, stream, &ep::launch_rail_counts, &ep::launch_rail_counts_gin);
+}
+
+EpStatus ep_rail_dispatch(const EpRailDispatchArgs* args, void* stream) {
+  return ep::run(args, 1, stream, &ep::launch_rail_dispatch, &ep::launch_rail_dispatch_gin);
+}
+
+EpStatus ep_rail_return(const EpRailReturnArgs* args, void* stream) {
+  return ep::run(args, 1, stream, &ep::launch_rail_return, &ep::launch_rail_return_gin);
+}
+
+EpStatus ep_rail_exchange_world(const EpRailPlanArgs* ranks, int32_t num_ranks, void* stream) {
+  return ep::run(ranks, num_ranks, stream, &ep::launch_rail_exchange,
+                 &ep::launch_rail_exchange_gin);
+}
+
+EpStatus ep_rail_counts_world(const EpRailPlanArgs* ranks, int32_t num_ranks, void* stream) {
+  return ep::run(ranks, num_ranks, stream, &ep::launch_rail_counts, &ep::launch_rail_counts_gin);
+}
+
+EpStatus ep_rail_dispatch_world(const EpRailDispatchArgs* ranks, int32_t num_ranks, void* stream) {
+  return ep::run(ranks, num_ranks, stream, &ep::launch_rail_dispatch,
+                 &ep::launch_rail_dispatch_gin);
+}
+
+EpStatus ep_rail_return_world(const EpRailReturnArgs* ranks, int32_t num_ranks, void* stream) {
+  return ep::run(ranks, num_ranks, stream, &ep::launch_rail_return, &ep::launch_rail_return_gin);
+}
+
+}  // extern "C"

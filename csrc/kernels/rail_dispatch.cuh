@@ -1,0 +1,224 @@
+// dispatch over several domains: rows reach a domain once, and are stored from there.
+//
+// Data flow   send:    x[token], its weights --> staging --put--> landing slot of (own domain, token) at
+//                      the same-index rank of each domain that the token goes to; a signal for every
+//                      EP_RAIL_CHUNK_TOKENS tokens and lane.
+//             forward: the dispatch of dispatch.cu over virtual tokens, whose rows lie in x or in
+//                      landing slots, after the signal of their chunk.
+// Grid        blocks [0, C) forward, [C, C + R) send; with ChaosNet one more carries out its puts.
+//             A putting warp serves one domain, and its lane's chunks there.
+// Ordering, progress: rail.cuh.
+#pragma once
+
+#include "kernels/dispatch_roles.cuh"
+#include "kernels/rail.cuh"
+
+namespace ep {
+
+// Rows of virtual tokens. One warp has one.
+template <class Net>
+class RailRows {
+ public:
+  static constexpr bool kMayWait = true;
+
+  __device__ RailRows(const EpRailDispatchArgs& args, const RailView& view, const Net& net,
+                      Watch* watch)
+      : args_(args), view_(view), net_(net), watch_(watch) {}
+
+  // Lane 0 gets the row once it is there; nullptr where the token goes to no rank of this domain, or
+  // the block has to leave.
+  __device__ const char* row(const Sender& sender, int64_t token) {
+    const int32_t* ranks = args_.domain.plan.dst_rank + token * sender.num_topk;
+    bool wanted = false;
+    for (int slot = sender.lane; slot < sender.num_topk; slot += 32) {
+      wanted = wanted || __ldg(ranks + slot) >= 0;
+    }
+    if (!__any_sync(~0u, wanted) || sender.lane != 0) {
+      return nullptr;
+    }
+    const auto segment = static_cast<int>(token / view_.rail.max_tokens);
+    const int64_t at = token % view_.rail.max_tokens;
+    if (segment == view_.me()) {
+      return static_cast<const char*>(args_.domain.x) + at * args_.domain.row_bytes;
+    }
+    if (!arrive(segment, at)) {
+      return nullptr;
+    }
+    fence_proxy_async();  // R2
+    return record(segment, at);
+  }
+
+  __device__ float weight(const Sender& sender, int64_t token, int slot) {
+    const auto segment = static_cast<int>(token / view_.rail.max_tokens);
+    const int64_t at = token % view_.rail.max_tokens;
+    if (args_.domain.recv_weights_offset < 0) {
+      return 0.0f;
+    }
+    if (segment == view_.me()) {
+      return __ldg(args_.domain.topk_weights + at * sender.num_topk + slot);
+    }
+    if (!arrive(segment, at)) {
+      return 0.0f;
+    }
+    return load_float(reinterpret_cast<const float*>(record(segment, at) + args_.domain.row_bytes) +
+                      slot);
+  }
+
+ private:
+  __device__ const char* record(int segment, int64_t at) const {
+    return view_.local<char>(
+        view_.slot(view_.layout.landing, rail_area(view_.me(), segment), at));
+  }
+
+  // R2: the token's chunk is there. Each lane asks for itself.
+  __device__ bool arrive(int segment, int64_t at) {
+    const auto chunk = static_cast<int>(at / EP_RAIL_CHUNK_TOKENS);
+    const int known = segment * view_.num_chunks() + chunk;
+    if (known == known_ || mutated(view_.context, Mutation::kRailSkipWait)) {
+      return true;
+    }
+    const int lane = chunk % view_.layout.lanes;
+    const bool here = wait_for_net(
+        view_.context, watch_,
+        [&] {
+          return net_.read_signal(segment, rail_signal_rows(lane),
+                                  rail_channel(view_.rail, lane, view_.me()));
+        },
+        view_.arrived(watch_->epoch, chunk),
+        view_.waiting_for(segment, EP_PHASE_RAIL_ROWS, lane));
+    known_ = here ? known : known_;
+    return here;
+  }
+
+  const EpRailDispatchArgs& args_;
+  const RailView& view_;
+  const Net& net_;
+  Watch* watch_;
+  int known_ = -1;  // chunk that was last seen to be there, counted over segments
+};
+
+// Assembles a token's record. A whole warp calls.
+__device__ inline void fill_record(const EpRailDispatchArgs& args, char* record, int64_t token) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int num_topk = args.domain.plan.num_topk;
+  copy_as_warp(record, static_cast<const char*>(args.domain.x) + token * args.domain.row_bytes,
+               args.domain.row_bytes);
+  auto* weights = reinterpret_cast<float*>(record + args.domain.row_bytes);
+  for (int slot = lane; args.domain.topk_weights != nullptr && slot < num_topk; slot += 32) {
+    weights[slot] = __ldg(args.domain.topk_weights + token * num_topk + slot);
+  }
+  __syncwarp();  // R1
+}
+
+// One putting warp: its lane's chunks of own tokens that go to its domain.
+template <class Net>
+__device__ void send_records(const EpRailDispatchArgs& args, const RailView& view, const Net& net,
+                             const RailTask& task, Watch* watch) {
+  const int num_topk = args.domain.plan.num_topk;
+  const int64_t bytes =
+      args.domain.row_bytes + (args.domain.topk_weights == nullptr ? 0 : 4 * num_topk);
+  const int64_t staging =
+      view.layout.staging + int64_t{task.number} * EP_RAIL_STAGES * view.layout.slot_bytes;
+  const bool acts = threadIdx.x % 32 == 0;
+  const bool first = mutated(view.context, Mutation::kRailSignalFirst);
+  PutCounter<Net> puts(view, net, watch, task.channel);
+  int stage = 0;
+  if (!mutated(view.context, Mutation::kRailSkipEntry) &&
+      !wait_for_entry_of(view, net, watch, task.domain, rail_signal_dispatch_entry(view.layout))) {
+    return;
+  }
+  for (int chunk = task.lane; chunk < view.num_chunks(); chunk += view.layout.lanes) {
+    if (first && acts) {
+      net.signal(task.domain, rail_signal_rows(task.lane), task.channel);
+      test_stall(view.context);
+    }
+    const int64_t start = int64_t{chunk} * EP_RAIL_CHUNK_TOKENS;
+    const int64_t end = min_of(start + EP_RAIL_CHUNK_TOKENS, args.num_tokens);
+    for (int64_t token = start; token < end; ++token) {
+      if ((view.domains_of(args.dst_rank + token * num_topk, num_topk) >> task.domain & 1u) == 0) {
+        continue;
+      }
+      const int64_t source = staging + stage * view.layout.slot_bytes;
+      if (!mutated(view.context, Mutation::kRailReuseStage) &&
+          !puts.wait_until_unsent(EP_RAIL_STAGES - 1)) {  // R5
+        return;
+      }
+      fill_record(args, view.local<char>(source), token);
+      net.put(task.domain,
+              view.slot(view.layout.landing, rail_area(task.domain, view.me()), token), source,
+              bytes, task.channel);
+      puts.add();
+      stage = (stage + 1) % EP_RAIL_STAGES;
+    }
+    if (!first && acts) {
+      net.signal(task.domain, rail_signal_rows(task.lane), task.channel);  // R1
+    }
+    __syncwarp();
+  }
+  puts.finish();
+}
+
+template <class Net>
+constexpr int kWorkerBlocks = Net::kNeedsWorker ? 1 : 0;
+
+template <class Net>
+__device__ void rail_dispatch_block(const EpRailDispatchArgs& args, int block, char* stages,
+                                    DispatchShared* shared) {
+  const EpContext& context = args.domain.context;
+  const RailView view(context, args.rail);
+  const Net net(context, args.rail);
+  const int channels = context.shape.num_channels;
+  Watch* watch = &shared->watch;
+  begin_launch(context, kDispatch, watch);
+  if (block < channels) {
+    RailRows<Net> rows(args, view, net, watch);
+    dispatch_channel(args.domain, &rows, block, stages, shared);
+  } else if (block < channels + args.rail.num_blocks) {
+    if (block == channels && threadIdx.x == 0) {
+      signal_entry(view, net, rail_signal_dispatch_entry(view.layout));
+    }
+    const RailTask task = rail_task(view, block - channels);
+    if (task.lane >= 0) {
+      send_records(args, view, net, task, watch);
+    }
+  }
+  tell_rails(view, net, *watch);
+  if constexpr (Net::kNeedsWorker) {
+    if (block == channels + args.rail.num_blocks) {
+      net.work(args.rail.num_blocks, *watch);
+    } else if (block >= channels && threadIdx.x == 0) {
+      net.finish();
+    }
+  }
+  end_launch(context, kDispatch, *watch, args.rail.num_blocks + kWorkerBlocks<Net>);
+}
+
+template <class Net, int kRanks>
+__global__ void __launch_bounds__(32 * (EP_SEND_WARPS + kDuplicateWarps), 1)
+    rail_dispatch_kernel(const __grid_constant__ World<EpRailDispatchArgs, kRanks> world) {
+  extern __shared__ __align__(128) char stages[];
+  __shared__ DispatchShared shared;
+  const EpRailDispatchArgs& any = world.rank[0];
+  const int blocks =
+      any.domain.context.shape.num_channels + any.rail.num_blocks + kWorkerBlocks<Net>;
+  rail_dispatch_block<Net>(world.rank[rank_of_block<kRanks>(blocks)],
+                           static_cast<int>(blockIdx.x) % blocks, stages, &shared);
+}
+
+template <class Net>
+cudaError_t launch_rail_dispatch_on(const EpRailDispatchArgs* ranks, int num_ranks,
+                                    cudaStream_t stream) {
+  const EpRailDispatchArgs& any = ranks[0];
+  const SendShape shape = send_shape(any.domain.row_bytes, any.domain.duplicate);
+  const LaunchShape launch = {32 * (shape.warps + shape.duplicators), dispatch_shared_bytes(shape)};
+  const int blocks =
+      any.domain.context.shape.num_channels + any.rail.num_blocks + kWorkerBlocks<Net>;
+  return num_ranks == 1
+             ? launch_rail<EpRailDispatchArgs, 1>(rail_dispatch_kernel<Net, 1>, ranks, 1, blocks,
+                                                  launch, stream)
+             : launch_rail<EpRailDispatchArgs, EP_WORLD_RANKS>(
+                   rail_dispatch_kernel<Net, EP_WORLD_RANKS>, ranks, num_ranks, blocks, launch,
+                   stream);
+}
+
+}  // namespace ep
