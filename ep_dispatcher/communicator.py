@@ -10,7 +10,7 @@ from ep_dispatcher import native
 from ep_dispatcher.agreement import gather_json
 from ep_dispatcher.collectives import Collectives
 from ep_dispatcher.config import Topology
-from ep_dispatcher.errors import ConfigError, EpError, UnavailableError
+from ep_dispatcher.errors import EpError, UnavailableError
 
 _ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 
@@ -89,16 +89,16 @@ def topology_from(num_domains: int, ep_size: int, wanted_domain_size: int | None
         wanted_domain_size: `virtual_domain_size` of the config; None to take what NCCL says.
 
     Raises:
-        ConfigError: the two differ; says what to export.
+        UnavailableError: the two differ; says what to export.
     """
     if ep_size % num_domains:
-        raise ConfigError(
+        raise UnavailableError(
             f"NCCL sees {num_domains} NVLink domains in {ep_size} ranks, which are not of one "
             "size; use equally many ranks in each"
         )
     domain_size = ep_size // num_domains
     if wanted_domain_size not in (None, domain_size):
-        raise ConfigError(
+        raise UnavailableError(
             f"virtual_domain_size is {wanted_domain_size}, but NCCL's domains have {domain_size} "
             f"ranks; export NCCL_LSA_TEAM_SIZE={wanted_domain_size} before the ranks start (it "
             "must divide the ranks of each host)"

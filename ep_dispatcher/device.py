@@ -16,12 +16,11 @@ from torch import Tensor
 from ep_dispatcher import native
 from ep_dispatcher.agreement import gather_json
 from ep_dispatcher.collectives import Collectives
-from ep_dispatcher.combine_form import choose_combine
 from ep_dispatcher.config import EpConfig, Topology
-from ep_dispatcher.device_session import DeviceSession, open_session
+from ep_dispatcher.device_session import DeviceSession
 from ep_dispatcher.errors import AgreementError, RoutingError, ShapeError
 from ep_dispatcher.plan import Placement, Plan
-from ep_dispatcher.residency import RankGpu, check_blocks_fit, gpus_are_shared
+from ep_dispatcher.residency import RankGpu
 
 DTYPE_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}  # EpDtype
 _FORM_CODES = {"push": 0, "gather": 1}  # EpCombineForm
@@ -97,24 +96,10 @@ class DeviceBackend:
         ).pin_memory()
         self._ticket = 0
 
-    @classmethod
-    def open(
-        cls, collectives: Collectives, config: EpConfig, topology: Topology, placement: Placement
-    ) -> DeviceBackend:
-        """Open the tier; collective.
-
-        Raises:
-            UnavailableError: on all ranks alike, if any rank lacks something.
-        """
-        gpus = _gpus_of(collectives)
-        check_blocks_fit(config.tuning.num_sms, gpus)
-        session = open_session(collectives, config, topology, placement)
-        shared = gpus_are_shared(gpus)
-        duplicates = config.tuning.duplicates
-        if duplicates == "auto":
-            duplicates = "sender" if shared else "receiver"
-        form = choose_combine(config, topology, gpus_are_shared=shared)
-        return cls(session, config, topology, placement, duplicates, form)
+    @property
+    def topology(self) -> Topology:
+        """Domains, as NCCL sees them."""
+        return self._topology
 
     def plan(self, topk_idx: Tensor | None, alignment: int, refusal: str | None) -> Plan | None:
         """See `Backend.plan`; a refusing rank takes part with an alignment that nobody else has."""
@@ -137,7 +122,7 @@ class DeviceBackend:
             segment_rows = self._segment_rows(alignment)
         slots = topk_idx.shape[1]
         return Plan(
-            ep_rank=self._session.context.ep_rank,
+            ep_rank=self._session.ep_rank,
             topology=self._topology,
             placement=self._placement,
             alignment=alignment,
@@ -173,7 +158,7 @@ class DeviceBackend:
         call.recv_x_offset = outputs.offset_of(recv_x)
         call.recv_weights_offset = outputs.offset_of(recv_weights)
         call.recv_rows, call.duplicate = rows, self._duplicate
-        self._module.dispatch(call, self._stream())
+        self._launch_dispatch(call, plan)
         return recv_x, recv_weights
 
     def combine(
@@ -199,7 +184,7 @@ class DeviceBackend:
         call.hidden, call.dtype = shape.hidden, DTYPE_CODES[shape.dtype]
         call.exact = int(self._config.precision == "exact")
         call.form = _FORM_CODES[self.combine_form]
-        self._module.combine(call, self._stream())
+        self._launch_combine(call, plan, wants_gradients=weights is not None)
         return out, None if weights is None else weights[:, : plan.num_topk]
 
     def empty_rows(self, plan: Plan) -> Tensor:
@@ -245,7 +230,16 @@ class DeviceBackend:
             self._ticket += 1
             call.mailbox, call.ticket = self._mailbox.data_ptr(), self._ticket
             call.only_refusals = int(capacity is not None)
+        self._launch_route(call)
+
+    def _launch_route(self, call: Any) -> None:  # noqa: ANN401
         self._module.route(call, self._stream())
+
+    def _launch_dispatch(self, call: Any, plan: Plan) -> None:  # noqa: ANN401
+        self._module.dispatch(call, self._stream())
+
+    def _launch_combine(self, call: Any, plan: Plan, *, wants_gradients: bool) -> None:  # noqa: ANN401
+        self._module.combine(call, self._stream())
 
     def _wait_for_letter(self, alignment: int) -> Any:  # noqa: ANN401
         """The host's one wait: for the mailbox of the last `route`."""
@@ -359,7 +353,7 @@ class DeviceBackend:
         return torch.cuda.current_stream(self._session.device).cuda_stream
 
 
-def _gpus_of(collectives: Collectives) -> list[RankGpu]:
+def gpus_of(collectives: Collectives) -> list[RankGpu]:
     """The current GPU of each rank; collective."""
     own = torch.cuda.get_device_properties(torch.cuda.current_device())
     told = gather_json(collectives, [str(own.uuid), own.multi_processor_count])

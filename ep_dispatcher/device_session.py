@@ -16,12 +16,12 @@ from torch import Tensor
 from ep_dispatcher import native
 from ep_dispatcher.agreement import gather_json
 from ep_dispatcher.collectives import Collectives
-from ep_dispatcher.communicator import Reasons, open_communicator
-from ep_dispatcher.config import EpConfig, Topology
+from ep_dispatcher.communicator import Reasons, open_communicator, topology_from
+from ep_dispatcher.config import EpConfig
 from ep_dispatcher.device_memory import OutputPool, heap_bytes_of
 from ep_dispatcher.errors import EpTimeoutError, UnavailableError
-from ep_dispatcher.memory import RING_DEPTH, partial_bytes
 from ep_dispatcher.plan import Placement
+from ep_dispatcher.rails import DomainView, OpenRails, control_bytes_of, owner_tables
 
 PHASES = (
     "no wait",
@@ -35,6 +35,12 @@ PHASES = (
     "another warp of the same block",
     "combine: entry (gather)",
     "combine: readers (gather)",
+    "rails: routing of another domain",
+    "rails: counts of the own domain",
+    "rails: entry of another domain",
+    "rails: rows of another domain",
+    "rails: sums of another domain",
+    "rails: own puts on their way",
 )
 
 
@@ -43,8 +49,11 @@ class DeviceSession:
 
     Attributes:
         module: the native module.
-        context: EpContext of this rank, copied into every launch.
-        shape: EpWindowShape.
+        topology: domains, as NCCL sees them.
+        ep_rank: this rank among all.
+        context: EpContext of this rank in its domain, copied into every launch.
+        shape: EpWindowShape of the domain.
+        rails: towards the other domains; None in a single one.
         device: the GPU.
         outputs: where output rows come from.
     """
@@ -53,23 +62,27 @@ class DeviceSession:
         self,
         collectives: Collectives,
         config: EpConfig,
-        placement: Placement,
+        domain: DomainView,
         communicator: Any,  # noqa: ANN401
         arena: Any,  # noqa: ANN401
+        rails: OpenRails | None,
     ) -> None:
         """Use `open_session`."""
         self.module = native.load()
+        self.topology = domain.topology
+        self.ep_rank = domain.ep_rank
+        self.rails = rails
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._collectives = collectives
         self._communicator = communicator
         self._arena = arena
         self._timeout_s = config.tuning.timeout_s
         self._fault = _pinned(self.module.FAULT_BYTES)
-        self._tables = placement_tables(placement, self.device)
+        self._tables = domain.tables(self.device)
         self._failure: EpTimeoutError | None = None
         self.outputs = OutputPool(self.module, arena, self.device)
-        self.shape = window_shape(self.module, config, placement)
-        self.context = self._make_context(collectives.rank, placement)
+        self.shape = domain.shape(self.module, config)
+        self.context = self._make_context(domain)
 
     @property
     def fault_address(self) -> int:
@@ -97,9 +110,9 @@ class DeviceSession:
         filed_by = self._filed_by()
         who = f"rank {filed_by}, which filed a fault" if filed_by >= 0 else "its own GPU"
         self._failure = EpTimeoutError(
-            f"rank {self.context.ep_rank} waited {self._timeout_s} s in {phase!r} for {who}; "
+            f"rank {self.ep_rank} waited {self._timeout_s} s in {phase!r} for {who}; "
             "this group is finished: close it and make a new one",
-            rank=self.context.ep_rank,
+            rank=self.ep_rank,
             peer=filed_by,
             phase=phase,
         )
@@ -112,17 +125,23 @@ class DeviceSession:
         faulty = self._failure is not None or self.module.read_fault(self.fault_address).filed
         if failed or faulty or self._filed_by() >= 0:
             self._communicator.abort()
+            if self.rails is not None:
+                self.rails.forget()
             self._arena.forget()
             return
         self._collectives.all_gather(torch.zeros(1, dtype=torch.int64))  # all are done
+        if self.rails is not None:
+            self.rails.close()
         self._arena.close()
         self._communicator.close()
 
-    def _make_context(self, ep_rank: int, placement: Placement) -> Any:  # noqa: ANN401
-        context = self.module.Context(self.shape, ep_rank)
-        context.num_local_experts = len(placement.local_experts(ep_rank))
+    def _make_context(self, domain: DomainView) -> Any:  # noqa: ANN401
+        context = self.module.Context(self.shape, domain.index)
+        context.first_rank = domain.first_rank
+        context.num_local_experts = len(domain.placement.local_experts(domain.ep_rank))
         context.timeout_ns = int(self._timeout_s * 1e9)
-        context.window_bases = self._arena.window_bases
+        last_rank = domain.first_rank + domain.topology.domain_size
+        context.window_bases = self._arena.window_bases[domain.first_rank : last_rank]
         context.fault = self.fault_address
         for name, table in self._tables.items():
             setattr(context, name, table.data_ptr())
@@ -132,7 +151,7 @@ class DeviceSession:
         fault = self.module.read_fault(self.fault_address)
         phase = PHASES[fault.phase]
         detail = f"channel {fault.channel}: expected {fault.expected}, seen {fault.seen}"
-        if fault.rank != self.context.ep_rank:
+        if fault.rank != self.ep_rank:
             detail = "told by that rank"
         return EpTimeoutError(
             f"rank {fault.rank} waited {self._timeout_s} s for rank {fault.peer} in {phase!r} "
@@ -147,9 +166,7 @@ class DeviceSession:
         return int(self._arena.read_word(self.context.window.error) & _ERROR_RANK_MASK) - 1
 
 
-def open_session(
-    collectives: Collectives, config: EpConfig, topology: Topology, placement: Placement
-) -> DeviceSession:
+def open_session(collectives: Collectives, config: EpConfig, placement: Placement) -> DeviceSession:
     """Open the device tier on all ranks; collective.
 
     Raises:
@@ -157,14 +174,14 @@ def open_session(
     """
     reasons = Reasons(collectives)
     _refuse_threads(collectives)
-    if topology.num_domains > 1:
-        raise UnavailableError("several domains need the rails, which this version has not")
     communicator = open_communicator(collectives)
-    arena = None
+    num_domains = communicator.properties().num_domains
+    topology = topology_from(num_domains, collectives.size, config.virtual_domain_size)
+    domain = DomainView(topology, placement, collectives.rank)
+    arena, rails = None, None
     module = native.load()
     with reasons:
-        _refuse_properties(communicator.properties())
-        control_bytes = module.WindowLayout(window_shape(module, config, placement)).total_bytes
+        control_bytes = control_bytes_of(module, config, domain)
         control_bytes = -(-control_bytes // _HEAP_ALIGNMENT_BYTES) * _HEAP_ALIGNMENT_BYTES
         arena = module.Arena(communicator, control_bytes, heap_bytes_of(config, topology))
     reasons.agree()
@@ -172,7 +189,11 @@ def open_session(
         assert arena is not None
         arena.share()
     reasons.agree()
-    return DeviceSession(collectives, config, placement, communicator, arena)
+    if topology.num_domains > 1:
+        with reasons:
+            rails = OpenRails(config, domain, communicator, arena)
+        reasons.agree()
+    return DeviceSession(collectives, config, domain, communicator, arena, rails)
 
 
 _ERROR_RANK_MASK = 0xFFFF  # who filed; see args.h
@@ -180,38 +201,8 @@ _HEAP_ALIGNMENT_BYTES = 4096
 
 
 def placement_tables(placement: Placement, device: torch.device) -> dict[str, Tensor]:
-    """What kernels know of a placement, as int32 on `device`.
-
-    Returns:
-        expert_rank [E], expert_local [E] (place among the owner's experts), expert_order [E]
-        (experts by owner, then id), owner_first [P + 1] (where each owner starts in that order).
-    """
-    owner = placement.rank_of
-    order = torch.argsort(owner, stable=True)
-    sizes = torch.bincount(owner, minlength=placement.ep_size)
-    first = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-    local = torch.empty_like(owner)
-    local[order] = torch.arange(len(order)) - first[owner[order]]
-    tables = {
-        "expert_rank": owner,
-        "expert_local": local,
-        "expert_order": order,
-        "owner_first": first,
-    }
-    return {name: table.to(device, torch.int32) for name, table in tables.items()}
-
-
-def window_shape(module: Any, config: EpConfig, placement: Placement) -> Any:  # noqa: ANN401
-    """EpWindowShape of a group."""
-    return module.WindowShape(
-        ep_size=placement.ep_size,
-        num_experts=placement.num_experts,
-        num_topk=config.shape.num_topk,
-        num_channels=config.tuning.num_sms,
-        ring_depth=RING_DEPTH,
-        max_tokens=config.max_tokens_per_rank,
-        partial_bytes=partial_bytes(config),
-    )
+    """What kernels of a single domain know of a placement; see `rails.owner_tables`."""
+    return owner_tables(placement.rank_of, placement.ep_size, device)
 
 
 def _refuse_threads(collectives: Collectives) -> None:
@@ -219,15 +210,6 @@ def _refuse_threads(collectives: Collectives) -> None:
     told = gather_json(collectives, [socket.gethostname(), os.getpid()])
     if len({tuple(place) for place in told}) < collectives.size:
         raise UnavailableError("ranks are threads of one process; give each its own process")
-
-
-def _refuse_properties(properties: Any) -> None:  # noqa: ANN401
-    if not properties.device_api:
-        raise UnavailableError("NCCL offers no device API here (NCCL_CUMEM_ENABLE must not be 0)")
-    if properties.num_domains > 1:
-        raise UnavailableError(
-            f"NCCL sees {properties.num_domains} NVLink domains; this version serves one"
-        )
 
 
 def _pinned(num_bytes: int) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Self
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_dispatcher import device, ops, ranges, validate
+from ep_dispatcher import device, ops, rail_device, ranges, validate
 from ep_dispatcher.agreement import check_equal_configs, config_values, gather_json
 from ep_dispatcher.backend import Backend
 from ep_dispatcher.collectives import Collectives
@@ -97,7 +97,8 @@ class EPGroup:
         backend: Backend = ReferenceBackend(collectives, config, topology, placement)
         if tier == "device":
             try:
-                backend = device.DeviceBackend.open(collectives, config, topology, placement)
+                opened = rail_device.open_backend(collectives, config, placement)
+                backend, topology = opened, opened.topology
             except UnavailableError as error:
                 if config.tier == "device":
                     raise

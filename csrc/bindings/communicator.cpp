@@ -62,6 +62,14 @@ void bind_rails(py::module_& module) {
       .def(py::init<std::shared_ptr<Communicator>, const Arena&, const RailShape&>(),
            py::arg("communicator"), py::arg("arena"), py::arg("shape"), Unlocked())
       .def_property_readonly("handle", &Rails::handle)
+      .def_property_readonly("device_comm",
+                             [](const Rails& rails) {
+                               return reinterpret_cast<uintptr_t>(rails.handle().device_comm);
+                             })
+      .def_property_readonly("window",
+                             [](const Rails& rails) {
+                               return reinterpret_cast<uintptr_t>(rails.handle().window);
+                             })
       .def_property_readonly("num_contexts",
                              [](const Rails& rails) { return rails.handle().num_contexts; })
       .def("close", &Rails::close, Unlocked())
