@@ -84,7 +84,7 @@ class LayerBench:
     def __init__(self, config: TrainConfig, runtime: Runtime, chunks: Sequence[int]) -> None:
         """Build all variants with the weights of the first."""
         self._config, self._runtime = config, runtime
-        self._pool: Any = None
+        self._pools: dict[bool, Any] = {}  # an arena belongs to the stream that used it first
         self._weights: list[Tensor] = []
         self.variants = [self._build("alltoall", None), self._build("ours", self._options(1))]
         for number in chunks:
@@ -116,8 +116,8 @@ class LayerBench:
 
     def close(self) -> None:
         """Close the groups."""
-        if self._pool is not None:
-            self._pool.close()
+        for pool in self._pools.values():
+            pool.close()
 
     def _options(self, chunks: int) -> Any:  # noqa: ANN401
         return dataclasses.replace(
@@ -125,7 +125,7 @@ class LayerBench:
         )
 
     def _build(self, name: str, options: Any) -> Variant:  # noqa: ANN401
-        """A layer with its clock; the groups of all of ours are shared."""
+        """A layer with its clock; ours share the groups of those with as many streams."""
         from megatron.core.transformer.spec_utils import build_module
 
         from ep_dispatcher.megatron.plugin import EpPlugin, with_ep_dispatcher
@@ -138,7 +138,8 @@ class LayerBench:
         spec, plugin = block_spec(config, megatron_config, self._runtime), None
         if options is not None:
             plugin = EpPlugin(options)
-            plugin.pool = self._pool = self._pool or plugin.pool
+            two_streams = options.overlap.chunks != 1 and not name.endswith("serial")
+            plugin.pool = self._pools.setdefault(two_streams, plugin.pool)
             spec = with_ep_dispatcher(spec, plugin)
             if name.endswith("serial") and self._runtime.on_gpu:
                 plugin._communication = torch.cuda.current_stream()
@@ -167,7 +168,7 @@ class LayerBench:
         """Record the calls of our tier with the clock of the variant that is running."""
         if variant.plugin is None:
             return
-        for lease in self._pool._leases.values():
+        for lease in variant.plugin.pool._leases.values():
             backend = lease.group._backend
             if not isinstance(backend, ClockedBackend):
                 lease.group._backend = ClockedBackend(backend, variant.clock)
