@@ -1,0 +1,155 @@
+"""Dispatch and combine over several domains equal the specification, all ranks on one GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_world import ROUTINGS, check_plans, check_rows, check_sums
+from rail_cases import (
+    WORLDS,
+    check_rail_round,
+    new_rail_round,
+    new_rail_world,
+    rail_combine,
+    rail_dispatch,
+    rail_plan,
+)
+
+pytestmark = pytest.mark.gpu(1)
+
+
+@pytest.mark.parametrize(("num_domains", "domain_size"), WORLDS)
+@pytest.mark.parametrize("kind", sorted(ROUTINGS))
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_a_round_equals_the_specification(
+    num_domains: int, domain_size: int, kind: str, alignment: int
+) -> None:
+    world = new_rail_world(num_domains, domain_size)
+    check_rail_round(world, new_rail_round(world, kind, num_domains, alignment=alignment))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("hidden", [8, 72, 2880, 7168, 16384])
+def test_rows_of_any_length_and_type(dtype: torch.dtype, exact: bool, hidden: int) -> None:
+    world = new_rail_world(hidden=hidden, dtype=dtype, exact=exact, max_tokens=40)
+    check_rail_round(world, new_rail_round(world))
+
+
+@pytest.mark.parametrize(("num_experts", "num_topk"), [(4, 1), (10, 2), (64, 22), (300, 64)])
+def test_any_number_of_experts_and_slots(num_experts: int, num_topk: int) -> None:
+    world = new_rail_world(num_experts=num_experts, num_topk=num_topk)
+    check_rail_round(world, new_rail_round(world, "uniform"))
+    check_rail_round(world, new_rail_round(world, "duplicates"))
+
+
+@pytest.mark.parametrize(
+    "tokens", [[0, 0, 0, 0], [1, 1, 1, 1], [0, 77, 0, 5], [1, 0, 0, 0], [100, 63, 64, 65]]
+)
+def test_any_number_of_tokens(tokens: list[int]) -> None:
+    world = new_rail_world()
+    check_rail_round(world, new_rail_round(world, "duplicates", tokens=tokens))
+
+
+def test_experts_may_live_anywhere() -> None:
+    world = new_rail_world(num_experts=7, expert_rank=(3, 0, 2, 0, 1, 3, 3))
+    check_rail_round(world, new_rail_round(world))
+
+
+def test_rows_past_the_capacity_are_dropped_alike() -> None:
+    world = new_rail_world()
+    for capacity_rows in (0, 40, 90, 1000):
+        check_rail_round(world, new_rail_round(world, capacity_rows=capacity_rows))
+
+
+@pytest.mark.parametrize("num_channels", [1, 3, 8])
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_the_number_of_blocks_does_not_change_a_bit(num_channels: int, num_blocks: int) -> None:
+    world = new_rail_world(num_channels=num_channels, num_blocks=num_blocks)
+    check_rail_round(world, new_rail_round(world))
+
+
+@pytest.mark.parametrize("ring_depth", [1, 3])
+def test_shallow_rings(ring_depth: int) -> None:
+    world = new_rail_world(2, 4, ring_depth=ring_depth)
+    check_rail_round(world, new_rail_round(world))
+
+
+@pytest.mark.parametrize(("num_domains", "domain_size"), [(2, 2), (4, 2)])
+def test_many_rounds_reuse_every_slot(num_domains: int, domain_size: int) -> None:
+    world = new_rail_world(num_domains, domain_size)
+    for seed in range(8):
+        kind = sorted(ROUTINGS)[seed % len(ROUTINGS)]
+        check_rail_round(world, new_rail_round(world, kind, seed, alignment=1 + 3 * (seed % 3)))
+
+
+def test_a_launch_for_each_rank_on_its_own_stream() -> None:
+    world = new_rail_world(2, 2)
+    for seed in range(3):
+        check_rail_round(world, new_rail_round(world, seed=seed), streams=True)
+
+
+def test_a_plan_serves_many_calls_and_weights_are_optional() -> None:
+    world = new_rail_world(2, 2)
+    work = new_rail_round(world)
+    plans = rail_plan(world, work)
+    check_plans(world, work, plans)
+    for _ in range(3):
+        outputs = rail_dispatch(world, work, plans, weights=False)
+        for (recv_x, recv_weights), expected in zip(outputs, work.recv_x, strict=True):
+            assert recv_weights is None
+            assert torch.equal(recv_x.view(torch.int16), expected.view(torch.int16))
+        check_rows(work, rail_dispatch(world, work, plans))
+        out, _ = rail_combine(world, work, plans, grads=False)
+        assert all(torch.equal(got, want) for got, want in zip(out, work.out, strict=True))
+        check_sums(work, rail_combine(world, work, plans))
+
+
+def test_a_graph_replays() -> None:
+    world = new_rail_world(2, 2)
+    work = new_rail_round(world)
+    check_rail_round(world, work)
+    plans = rail_plan(world, work)
+    outputs = world.new_outputs(work.rows, weights=True)
+    calls = world.rail_dispatch_calls(plans, work.x, work.topk_weights, outputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        world.launch("rail_dispatch", calls)
+    for _ in range(3):
+        for recv_x, recv_weights in outputs:
+            assert recv_weights is not None
+            recv_x.fill_(float("nan"))
+            recv_weights.fill_(float("nan"))
+        graph.replay()
+        check_rows(work, outputs)
+
+
+@pytest.mark.parametrize("chaos_seed", range(6))
+@pytest.mark.parametrize(("num_domains", "domain_size"), [(2, 2), (4, 2), (8, 1)])
+def test_late_and_reordered_puts_change_nothing(
+    num_domains: int, domain_size: int, chaos_seed: int
+) -> None:
+    world = new_rail_world(num_domains, domain_size, net="chaos", chaos_seed=chaos_seed)
+    for seed in range(2):
+        check_rail_round(world, new_rail_round(world, seed=seed))
+
+
+@pytest.mark.parametrize("net", ["loop", "chaos"])
+def test_a_token_crosses_to_a_domain_once_each_way(net: str) -> None:
+    world = new_rail_world(4, 2, mutations=True, net=net)
+    work = new_rail_round(world)
+    plans = rail_plan(world, work)
+    start = [world.put_counts(rank) for rank in range(8)]
+    rail_dispatch(world, work, plans)
+    sent = [world.put_counts(rank) - start[rank] for rank in range(8)]
+    rail_combine(world, work, plans)
+    back = [world.put_counts(rank) - start[rank] - sent[rank] for rank in range(8)]
+    record = world.shape.row_bytes + 4 * world.shape.num_topk
+    for rank, plan in enumerate(work.plans):
+        for domain in range(4):
+            there = (plan.dst_rank >= 0) & (plan.dst_rank // 2 == domain)
+            tokens = 0 if domain == rank // 2 else int(there.any(1).sum())
+            peer = 2 * domain + rank % 2
+            assert sent[rank][domain].tolist() == [tokens, tokens * record]
+            assert back[peer][rank // 2].tolist() == [tokens, tokens * record]
