@@ -153,6 +153,8 @@ class Session(Protocol):
 class PlainSession:
     """What most sessions have in common: rows go home from wherever they lie, one kind of plan."""
 
+    layout: Layout = "expert_major"
+    persistent_bytes: int | None = None
     has_backward = True
     has_static_plan = False
 

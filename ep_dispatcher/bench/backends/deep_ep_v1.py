@@ -11,41 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_dispatcher.bench.backends.base import (
-    Identity,
-    Lap,
-    Layout,
-    Place,
-    PlainSession,
-    Received,
-    Refused,
-    Wire,
-    class_name,
-    file_of,
-    need,
-    need_cuda,
-    need_even_experts,
-    version_of,
-)
+from ep_dispatcher.bench.backends import base
 from ep_dispatcher.bench.spec import Work
 
 
-class DeepEpSession(PlainSession):
+class DeepEpSession(base.PlainSession):
     """See `Session`."""
 
-    layout: Layout = "flat"
-    wire: Wire = "by_rank"
-    persistent_bytes: int | None = None
+    layout: base.Layout = "flat"
+    wire: base.Wire = "by_rank"
 
-    def __init__(self, work: Work, place: Place) -> None:
+    def __init__(self, work: Work, place: base.Place) -> None:
         """Make a buffer with the size that the library asks for."""
-        need_cuda(place)
-        self._num_local = need_even_experts(work, place.name)
+        base.need_cuda(place)
+        self._num_local = base.need_even_experts(work, place.name)
         if work.dtype != "bfloat16":
-            raise Refused(f"deep_ep/v1 moves bfloat16 rows; dtype is {work.dtype}")
+            raise base.Refused(f"deep_ep/v1 moves bfloat16 rows; dtype is {work.dtype}")
         if work.num_sms % 2:
-            raise Refused(f"deep_ep/v1 needs an even num_sms, not {work.num_sms}")
-        self._deep_ep: Any = need("deep_ep", "DeepEP")
+            raise base.Refused(f"deep_ep/v1 needs an even num_sms, not {work.num_sms}")
+        self._deep_ep: Any = base.need("deep_ep", "DeepEP")
         buffer = self._deep_ep.Buffer
         buffer.set_num_sms(work.num_sms)
         size = max(
@@ -60,12 +44,12 @@ class DeepEpSession(PlainSession):
         self._routes: tuple[Tensor, Tensor, Tensor] | None = None
         self._flat_rows = 0
 
-    def identity(self) -> Identity:
+    def identity(self) -> base.Identity:
         """The class and its package."""
-        return Identity(
-            classes=(class_name(self._buffer),),
-            files=(file_of(self._deep_ep),),
-            versions={"deep_ep": version_of("deep_ep")},
+        return base.Identity(
+            classes=(base.class_name(self._buffer),),
+            files=(base.file_of(self._deep_ep),),
+            versions={"deep_ep": base.version_of("deep_ep")},
             notes=(f"num_sms {self._work.num_sms}", "flat rows; permutes are torch index kernels"),
         )
 
@@ -73,12 +57,12 @@ class DeepEpSession(PlainSession):
         """Nothing to convert."""
         self._topk_idx = topk_idx
 
-    def plan(self, lap: Lap) -> None:
+    def plan(self, lap: base.Lap) -> None:
         """The layout kernel; the exchange of counts is part of dispatch."""
         self._layout = self._buffer.get_dispatch_layout(self._topk_idx, self._work.num_experts)
         lap("plan")
 
-    def dispatch(self, x: Tensor, topk_weights: Tensor, lap: Lap) -> Received:
+    def dispatch(self, x: Tensor, topk_weights: Tensor, lap: base.Lap) -> base.Received:
         """Flat rows, then a row for each expert."""
         per_rank, _, per_expert, in_rank, _ = self._layout
         rows, experts, weights, counts, self._handle, _ = self._buffer.dispatch(
@@ -98,14 +82,14 @@ class DeepEpSession(PlainSession):
         received = rows[source], weights[source, slot]
         lap("permute")
         tokens_per_expert = torch.as_tensor(counts, dtype=torch.int64)
-        return Received(
+        return base.Received(
             rows=received[0],
             weights=received[1],
             tokens_per_expert=tokens_per_expert,
             segment_rows=tokens_per_expert,
         )
 
-    def combine(self, expert_out: Tensor, lap: Lap) -> Tensor:
+    def combine(self, expert_out: Tensor, lap: base.Lap) -> Tensor:
         """Add up each flat row, then send it home."""
         flat = self._add_up(expert_out)
         lap("unpermute")
@@ -113,7 +97,7 @@ class DeepEpSession(PlainSession):
         lap("combine")
         return torch.as_tensor(out)
 
-    def combine_backward(self, grad_out: Tensor, lap: Lap) -> Tensor:
+    def combine_backward(self, grad_out: Tensor, lap: base.Lap) -> Tensor:
         """Dispatch with the kept handle, and the permute."""
         rows, *_ = self._buffer.dispatch(grad_out, handle=self._handle)
         grad: Tensor = rows[self._the_routes()[0]]
@@ -121,7 +105,7 @@ class DeepEpSession(PlainSession):
         return grad
 
     def dispatch_backward(
-        self, grad_rows: Tensor, grad_weights: Tensor, lap: Lap
+        self, grad_rows: Tensor, grad_weights: Tensor, lap: base.Lap
     ) -> tuple[Tensor, Tensor | None]:
         """Combine with the weights' gradients, and the unpermute."""
         source, slot, experts = self._the_routes()
@@ -148,6 +132,6 @@ class DeepEpSession(PlainSession):
         return self._routes
 
 
-def open_session(work: Work, place: Place) -> DeepEpSession:
+def open_session(work: Work, place: base.Place) -> DeepEpSession:
     """Open DeepEP's first interface."""
     return DeepEpSession(work, place)

@@ -11,41 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_dispatcher.bench.backends.base import (
-    Identity,
-    Lap,
-    Layout,
-    Place,
-    PlainSession,
-    Received,
-    Refused,
-    Wire,
-    class_name,
-    file_of,
-    need,
-    need_cuda,
-    need_even_experts,
-    version_of,
-)
+from ep_dispatcher.bench.backends import base
 from ep_dispatcher.bench.spec import Work
 
 
-class ElasticSession(PlainSession):
+class ElasticSession(base.PlainSession):
     """See `Session`."""
 
-    layout: Layout = "expert_major"
-    wire: Wire = "deduplicated"
-    persistent_bytes: int | None = None
+    wire: base.Wire = "deduplicated"
 
-    def __init__(self, work: Work, place: Place) -> None:
+    def __init__(self, work: Work, place: base.Place) -> None:
         """Make a buffer sized by the library for this work."""
-        need_cuda(place)
-        need_even_experts(work, place.name)
+        base.need_cuda(place)
+        base.need_even_experts(work, place.name)
         if work.dtype != "bfloat16":
-            raise Refused(f"deep_ep/v2 moves bfloat16 rows; dtype is {work.dtype}")
-        self._deep_ep: Any = need("deep_ep", "DeepEP")
+            raise base.Refused(f"deep_ep/v2 moves bfloat16 rows; dtype is {work.dtype}")
+        self._deep_ep: Any = base.need("deep_ep", "DeepEP")
         if not hasattr(self._deep_ep, "ElasticBuffer"):
-            raise Refused(f"this deep_ep ({version_of('deep_ep')}) has no ElasticBuffer")
+            raise base.Refused(f"this deep_ep ({base.version_of('deep_ep')}) has no ElasticBuffer")
         self._work = work
         self._buffer = self._deep_ep.ElasticBuffer(
             place.group,
@@ -58,12 +41,12 @@ class ElasticSession(PlainSession):
         self._handle: Any = None
         self._num_rows = 0
 
-    def identity(self) -> Identity:
+    def identity(self) -> base.Identity:
         """The class and its package."""
-        return Identity(
-            classes=(class_name(self._buffer),),
-            files=(file_of(self._deep_ep),),
-            versions={"deep_ep": version_of("deep_ep")},
+        return base.Identity(
+            classes=(base.class_name(self._buffer),),
+            files=(base.file_of(self._deep_ep),),
+            versions={"deep_ep": base.version_of("deep_ep")},
             notes=(f"expanded rows, num_sms {self._work.num_sms}", "epilogues run on every SM"),
         )
 
@@ -71,10 +54,10 @@ class ElasticSession(PlainSession):
         """Nothing to convert."""
         self._topk_idx = topk_idx.to(getattr(self._deep_ep, "topk_idx_t", torch.int64))
 
-    def plan(self, lap: Lap) -> None:
+    def plan(self, lap: base.Lap) -> None:
         """Part of dispatch here."""
 
-    def dispatch(self, x: Tensor, topk_weights: Tensor, lap: Lap) -> Received:
+    def dispatch(self, x: Tensor, topk_weights: Tensor, lap: base.Lap) -> base.Received:
         """See `Session.dispatch`."""
         rows, _, weights, self._handle, _ = self._buffer.dispatch(
             x,
@@ -91,20 +74,20 @@ class ElasticSession(PlainSession):
         self._num_rows = len(rows)
         real = self._handle.num_unaligned_recv_tokens_per_expert.to("cpu", torch.int64)
         step = self._work.alignment
-        return Received(
+        return base.Received(
             rows=rows,
             weights=weights.flatten(),
             tokens_per_expert=real,
             segment_rows=(real + step - 1) // step * step,
         )
 
-    def combine(self, expert_out: Tensor, lap: Lap) -> Tensor:
+    def combine(self, expert_out: Tensor, lap: base.Lap) -> Tensor:
         """See `Session.combine`."""
         out, _, _ = self._buffer.combine(expert_out, self._handle, num_sms=self._work.num_sms)
         lap("combine")
         return torch.as_tensor(out)
 
-    def combine_backward(self, grad_out: Tensor, lap: Lap) -> Tensor:
+    def combine_backward(self, grad_out: Tensor, lap: base.Lap) -> Tensor:
         """Expanded dispatch with the kept handle."""
         rows, *_ = self._buffer.dispatch(
             grad_out, handle=self._handle, num_sms=self._work.num_sms, do_expand=True
@@ -113,7 +96,7 @@ class ElasticSession(PlainSession):
         return torch.as_tensor(rows)
 
     def dispatch_backward(
-        self, grad_rows: Tensor, grad_weights: Tensor, lap: Lap
+        self, grad_rows: Tensor, grad_weights: Tensor, lap: base.Lap
     ) -> tuple[Tensor, Tensor | None]:
         """Combine of expanded rows with one weight gradient each."""
         grad_x, grad_topk, _ = self._buffer.combine(
@@ -128,6 +111,6 @@ class ElasticSession(PlainSession):
         self._buffer.destroy()
 
 
-def open_session(work: Work, place: Place) -> ElasticSession:
+def open_session(work: Work, place: base.Place) -> ElasticSession:
     """Open DeepEP's second interface."""
     return ElasticSession(work, place)

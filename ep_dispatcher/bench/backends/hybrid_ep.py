@@ -7,45 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_dispatcher.bench.backends.base import (
-    Identity,
-    Lap,
-    Layout,
-    Place,
-    PlainSession,
-    Received,
-    Refused,
-    Wire,
-    class_name,
-    file_of,
-    gather_slots,
-    multihot,
-    need,
-    need_cuda,
-    need_even_experts,
-    version_of,
-)
+from ep_dispatcher.bench.backends import base
 from ep_dispatcher.bench.spec import Work
 
 
-class HybridSession(PlainSession):
+class HybridSession(base.PlainSession):
     """See `Session`."""
 
-    layout: Layout = "expert_major"
-    wire: Wire = "deduplicated"
-    persistent_bytes: int | None = None
+    wire: base.Wire = "deduplicated"
 
-    def __init__(self, work: Work, place: Place) -> None:
+    def __init__(self, work: Work, place: base.Place) -> None:
         """Make a buffer with the work's SM budget."""
-        need_cuda(place)
-        self._num_local = need_even_experts(work, place.name)
+        base.need_cuda(place)
+        self._num_local = base.need_even_experts(work, place.name)
         if work.dtype != "bfloat16":
-            raise Refused(f"hybrid_ep moves bfloat16 rows; dtype is {work.dtype}")
+            raise base.Refused(f"hybrid_ep moves bfloat16 rows; dtype is {work.dtype}")
         if work.alignment > 1:
-            raise Refused("hybrid_ep is driven without padding here; set alignment to 1")
-        self._module: Any = need("deep_ep", "DeepEP's hybrid-ep branch")
+            raise base.Refused("hybrid_ep is driven without padding here; set alignment to 1")
+        self._module: Any = base.need("deep_ep", "DeepEP's hybrid-ep branch")
         if not hasattr(self._module, "HybridEPBuffer"):
-            raise Refused("this deep_ep has no HybridEPBuffer; install its hybrid-ep branch")
+            raise base.Refused("this deep_ep has no HybridEPBuffer; install its hybrid-ep branch")
         self._work = work
         self._buffer = self._module.HybridEPBuffer(
             place.group,
@@ -59,24 +40,24 @@ class HybridSession(PlainSession):
         self._handle: Any = None
         self._num_rows = 0
 
-    def identity(self) -> Identity:
+    def identity(self) -> base.Identity:
         """The class and its package."""
-        return Identity(
-            classes=(class_name(self._buffer),),
-            files=(file_of(self._module),),
-            versions={"deep_ep": version_of("deep_ep")},
+        return base.Identity(
+            classes=(base.class_name(self._buffer),),
+            files=(base.file_of(self._module),),
+            versions={"deep_ep": base.version_of("deep_ep")},
             notes=(f"num_sms {self._work.num_sms}", "dispatch_with_permute, host counts"),
         )
 
     def prepare(self, topk_idx: Tensor, topk_weights: Tensor) -> None:
         """Make the map and the dense probs that it takes from Megatron's router."""
         self._topk_idx = topk_idx
-        self._map, self._probs = multihot(topk_idx, topk_weights, self._work.num_experts)
+        self._map, self._probs = base.multihot(topk_idx, topk_weights, self._work.num_experts)
 
-    def plan(self, lap: Lap) -> None:
+    def plan(self, lap: base.Lap) -> None:
         """Part of dispatch here."""
 
-    def dispatch(self, x: Tensor, topk_weights: Tensor, lap: Lap) -> Received:
+    def dispatch(self, x: Tensor, topk_weights: Tensor, lap: base.Lap) -> base.Received:
         """See `Session.dispatch`."""
         rows, probs, _, counts, self._handle = self._buffer.dispatch_with_permute(
             hidden=x,
@@ -87,20 +68,20 @@ class HybridSession(PlainSession):
         lap("dispatch")
         self._num_rows = len(rows)
         tokens_per_expert = torch.as_tensor(counts).to("cpu", torch.int64)
-        return Received(
+        return base.Received(
             rows=rows,
             weights=probs.flatten(),
             tokens_per_expert=tokens_per_expert,
             segment_rows=tokens_per_expert,
         )
 
-    def combine(self, expert_out: Tensor, lap: Lap) -> Tensor:
+    def combine(self, expert_out: Tensor, lap: base.Lap) -> Tensor:
         """See `Session.combine`."""
         out, _ = self._buffer.combine_with_unpermute(hidden=expert_out, handle=self._handle)
         lap("combine")
         return torch.as_tensor(out)
 
-    def combine_backward(self, grad_out: Tensor, lap: Lap) -> Tensor:
+    def combine_backward(self, grad_out: Tensor, lap: base.Lap) -> Tensor:
         """Dispatch with the kept handle."""
         rows, *_ = self._buffer.dispatch_with_permute(
             hidden=grad_out, handle=self._handle, num_permuted_tokens=self._num_rows
@@ -109,14 +90,14 @@ class HybridSession(PlainSession):
         return torch.as_tensor(rows)
 
     def dispatch_backward(
-        self, grad_rows: Tensor, grad_weights: Tensor, lap: Lap
+        self, grad_rows: Tensor, grad_weights: Tensor, lap: base.Lap
     ) -> tuple[Tensor, Tensor | None]:
         """Combine with the gradients of the dense probs."""
         grad_x, grad_probs = self._buffer.combine_with_unpermute(
             hidden=grad_rows, probs=grad_weights, handle=self._handle
         )
         lap("dispatch_backward")
-        return grad_x, gather_slots(grad_probs, self._topk_idx)
+        return grad_x, base.gather_slots(grad_probs, self._topk_idx)
 
     def close(self) -> None:
         """Nothing to call: the buffer frees itself."""
@@ -124,6 +105,6 @@ class HybridSession(PlainSession):
         del self._buffer
 
 
-def open_session(work: Work, place: Place) -> HybridSession:
+def open_session(work: Work, place: base.Place) -> HybridSession:
     """Open Hybrid-EP."""
     return HybridSession(work, place)

@@ -13,24 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_dispatcher.bench.backends.base import (
-    Identity,
-    Lap,
-    Layout,
-    Place,
-    PlainSession,
-    Received,
-    Refused,
-    Wire,
-    class_name,
-    file_of,
-    gather_slots,
-    multihot,
-    need,
-    need_cuda,
-    need_even_experts,
-    version_of,
-)
+from ep_dispatcher.bench.backends import base
 from ep_dispatcher.bench.spec import Work
 
 _CLASSES = {
@@ -38,29 +21,30 @@ _CLASSES = {
     "allgather": "MoEAllGatherTokenDispatcher",
     "flex": "MoEFlexTokenDispatcher",
 }
-_WIRES: dict[str, Wire] = {"alltoall": "by_copy", "allgather": "all_gather", "flex": "deduplicated"}
+_WIRES: dict[str, base.Wire] = {
+    "alltoall": "by_copy",
+    "allgather": "all_gather",
+    "flex": "deduplicated",
+}
 
 
-class MegatronSession(PlainSession):
+class MegatronSession(base.PlainSession):
     """See `Session`."""
 
-    layout: Layout = "expert_major"
-    persistent_bytes: int | None = None
-
-    def __init__(self, work: Work, place: Place) -> None:
+    def __init__(self, work: Work, place: base.Place) -> None:
         """Build a dispatcher from a config that holds nothing but what it needs."""
         self._kind, _, self._flex_backend = place.name.partition("/")[2].partition("-")
-        self._num_local = need_even_experts(work, place.name)
+        self._num_local = base.need_even_experts(work, place.name)
         if self._kind == "flex":
-            need_cuda(place)
+            base.need_cuda(place)
         _install_standins(place)
-        need("megatron.core", "megatron-core")
-        module = need("megatron.core.transformer.moe.token_dispatcher", "megatron-core")
-        self.wire: Wire = _WIRES[self._kind]
+        base.need("megatron.core", "megatron-core")
+        module = base.need("megatron.core.transformer.moe.token_dispatcher", "megatron-core")
+        self.wire: base.Wire = _WIRES[self._kind]
         self._work, self._place = work, place
         self._topk_idx, self._map, self._probs = (torch.empty(0) for _ in range(3))
         self._kept: list[Tensor] = []
-        self._parallel: Any = need("megatron.core.parallel_state", "megatron-core")
+        self._parallel: Any = base.need("megatron.core.parallel_state", "megatron-core")
         self._parallel.initialize_model_parallel(expert_model_parallel_size=work.ranks)
         first = place.rank * self._num_local
         try:
@@ -71,31 +55,35 @@ class MegatronSession(PlainSession):
                 pg_collection=self._groups(),
             )
         except (ImportError, ValueError, AssertionError, TypeError) as error:
-            raise Refused(f"{place.name} refused to open: {str(error).splitlines()[0]}") from error
+            raise base.Refused(
+                f"{place.name} refused to open: {str(error).splitlines()[0]}"
+            ) from error
 
-    def identity(self) -> Identity:
+    def identity(self) -> base.Identity:
         """The dispatcher's class, and its manager's where it has one."""
         manager = getattr(self._dispatcher, "_comm_manager", None)
-        classes = [class_name(self._dispatcher)] + ([class_name(manager)] if manager else [])
+        classes = [base.class_name(self._dispatcher)] + (
+            [base.class_name(manager)] if manager else []
+        )
         notes = ["through the dispatcher object's six steps and autograd"]
         if self._kind == "flex":
             notes.append(f"num_sms {self._work.num_sms}")
-        return Identity(
+        return base.Identity(
             classes=tuple(classes),
-            files=(file_of(inspect.getmodule(type(self._dispatcher))),),
-            versions={"megatron_core": version_of("megatron-core")},
+            files=(base.file_of(inspect.getmodule(type(self._dispatcher))),),
+            versions={"megatron_core": base.version_of("megatron-core")},
             notes=tuple(notes),
         )
 
     def prepare(self, topk_idx: Tensor, topk_weights: Tensor) -> None:
         """Make the map and the dense probs that Megatron's router gives."""
         self._topk_idx = topk_idx
-        self._map, self._probs = multihot(topk_idx, topk_weights, self._work.num_experts)
+        self._map, self._probs = base.multihot(topk_idx, topk_weights, self._work.num_experts)
 
-    def plan(self, lap: Lap) -> None:
+    def plan(self, lap: base.Lap) -> None:
         """Part of dispatch_preprocess here."""
 
-    def dispatch(self, x: Tensor, topk_weights: Tensor, lap: Lap) -> Received:
+    def dispatch(self, x: Tensor, topk_weights: Tensor, lap: base.Lap) -> base.Received:
         """Steps 1 to 3; step 1 plans and, with alltoall, permutes."""
         rows_in = x.detach().unsqueeze(1).requires_grad_()
         probs_in = self._probs.detach().requires_grad_()
@@ -108,14 +96,14 @@ class MegatronSession(PlainSession):
         lap("permute")
         self._kept = [rows_in, probs_in, rows, probs]
         counts = torch.as_tensor(tokens_per_expert)
-        return Received(
+        return base.Received(
             rows=rows.detach(),
             weights=probs.detach().float(),
             tokens_per_expert=counts,
             segment_rows=counts,
         )
 
-    def combine(self, expert_out: Tensor, lap: Lap) -> Tensor:
+    def combine(self, expert_out: Tensor, lap: base.Lap) -> Tensor:
         """Steps 4 to 6."""
         rows_out = expert_out.detach().requires_grad_()
         rows = self._dispatcher.combine_preprocess(rows_out)
@@ -127,7 +115,7 @@ class MegatronSession(PlainSession):
         self._kept += [rows_out, out]
         return out.detach().reshape(-1, self._work.hidden)
 
-    def combine_backward(self, grad_out: Tensor, lap: Lap) -> Tensor:
+    def combine_backward(self, grad_out: Tensor, lap: base.Lap) -> Tensor:
         """Autograd of steps 4 to 6."""
         rows_out, out = self._kept[4:]
         grad: Tensor = torch.autograd.grad([out], [rows_out], [grad_out.view_as(out)])[0]
@@ -135,7 +123,7 @@ class MegatronSession(PlainSession):
         return grad
 
     def dispatch_backward(
-        self, grad_rows: Tensor, grad_weights: Tensor, lap: Lap
+        self, grad_rows: Tensor, grad_weights: Tensor, lap: base.Lap
     ) -> tuple[Tensor, Tensor | None]:
         """Autograd of steps 1 to 3."""
         rows_in, probs_in, rows, probs = self._kept[:4]
@@ -143,7 +131,7 @@ class MegatronSession(PlainSession):
             [rows, probs], [rows_in, probs_in], [grad_rows, grad_weights.to(probs.dtype)]
         )
         lap("dispatch_backward")
-        return grad_x.squeeze(1), gather_slots(grad_probs, self._topk_idx)
+        return grad_x.squeeze(1), base.gather_slots(grad_probs, self._topk_idx)
 
     def close(self) -> None:
         """See `Session.close`."""
@@ -153,7 +141,7 @@ class MegatronSession(PlainSession):
 
     def _config(self) -> Any:  # noqa: ANN401
         """A TransformerConfig with this backend's knobs, as far as this version has them."""
-        config_module = need("megatron.core.transformer.transformer_config", "megatron-core")
+        config_module = base.need("megatron.core.transformer.transformer_config", "megatron-core")
         known = inspect.signature(config_module.TransformerConfig).parameters
         work = self._work
         values: dict[str, Any] = {
@@ -179,7 +167,7 @@ class MegatronSession(PlainSession):
             return config_module.TransformerConfig(**values)
         except (ValueError, TypeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
-            raise Refused(f"Megatron refuses this config: {reason}") from error
+            raise base.Refused(f"Megatron refuses this config: {reason}") from error
 
     def _groups(self) -> SimpleNamespace:
         """Megatron's groups: expert parallelism over all ranks, no expert tensor parallelism."""
@@ -191,14 +179,14 @@ class MegatronSession(PlainSession):
         )
 
 
-def _install_standins(place: Place) -> None:
+def _install_standins(place: base.Place) -> None:
     """Let Megatron run without a GPU, and keep it from looking for a JIT compiler."""
     if place.device.type == "cpu":
-        standins = need("ep_dispatcher.megatron.cpu_standins", "ep_dispatcher")
+        standins = base.need("ep_dispatcher.megatron.cpu_standins", "ep_dispatcher")
         standins.install()
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
-def open_session(work: Work, place: Place) -> MegatronSession:
+def open_session(work: Work, place: base.Place) -> MegatronSession:
     """Open one of Megatron's dispatchers."""
     return MegatronSession(work, place)

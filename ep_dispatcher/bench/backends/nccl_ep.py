@@ -17,22 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_dispatcher.bench.backends.base import (
-    Identity,
-    Lap,
-    Layout,
-    Place,
-    PlainSession,
-    Received,
-    Refused,
-    Wire,
-    class_name,
-    file_of,
-    need,
-    need_cuda,
-    need_even_experts,
-    version_of,
-)
+from ep_dispatcher.bench.backends import base
 from ep_dispatcher.bench.inputs import most_rows
 from ep_dispatcher.bench.spec import Work
 
@@ -59,21 +44,19 @@ class Buffers:
     grad_weights: Tensor
 
 
-class NcclEpSession(PlainSession):
+class NcclEpSession(base.PlainSession):
     """See `Session`."""
 
-    layout: Layout = "expert_major"
-    wire: Wire = "deduplicated"
-    persistent_bytes: int | None = None
+    wire: base.Wire = "deduplicated"
 
-    def __init__(self, work: Work, place: Place) -> None:
+    def __init__(self, work: Work, place: base.Place) -> None:
         """Make a communicator and a group of NCCL EP's."""
-        need_cuda(place)
-        self._num_local = need_even_experts(work, place.name)
+        base.need_cuda(place)
+        self._num_local = base.need_even_experts(work, place.name)
         _check_limits(work)
-        need("nccl.core", "nccl4py")
-        self._ep: Any = need("nccl.ep", "nccl-extensions")
-        interop = need("nccl.ep.interop.torch", "nccl-extensions")
+        base.need("nccl.core", "nccl4py")
+        self._ep: Any = base.need("nccl.ep", "nccl-extensions")
+        interop = base.need("nccl.ep.interop.torch", "nccl-extensions")
         self._work, self._place = work, place
         self._capacity = _capacity(work) if place.name.endswith("/static") else _EAGER
         self._comm = interop.get_nccl_comm_from_group(place.group)
@@ -94,14 +77,14 @@ class NcclEpSession(PlainSession):
         self._num_rows = 0
         self._real = torch.zeros(0, dtype=torch.int64)
 
-    def identity(self) -> Identity:
+    def identity(self) -> base.Identity:
         """The library that was loaded, and its knobs."""
-        return Identity(
-            classes=(class_name(self._group), class_name(self._comm)),
-            files=(file_of(self._ep), str(self._ep.get_lib_path()).rsplit("/", 1)[-1]),
+        return base.Identity(
+            classes=(base.class_name(self._group), base.class_name(self._comm)),
+            files=(base.file_of(self._ep), str(self._ep.get_lib_path()).rsplit("/", 1)[-1]),
             versions={
-                "nccl-extensions": version_of("nccl-extensions"),
-                "nccl4py": version_of("nccl4py"),
+                "nccl-extensions": base.version_of("nccl-extensions"),
+                "nccl4py": base.version_of("nccl4py"),
                 "libnccl_ep": str(self._ep.get_lib_version()),
             },
             notes=(
@@ -116,7 +99,7 @@ class NcclEpSession(PlainSession):
         self._topk_idx = topk_idx
         self._real = self._count_real()
 
-    def plan(self, lap: Lap) -> None:
+    def plan(self, lap: base.Lap) -> None:
         """Update the handle, and read how many rows come."""
         routing = self._tensor(self._topk_idx)
         if self._handle is None:
@@ -136,7 +119,7 @@ class NcclEpSession(PlainSession):
         if self._buffers is None or len(self._buffers.rows) != self._num_rows:
             self._buffers = self._make_buffers()
 
-    def dispatch(self, x: Tensor, topk_weights: Tensor, lap: Lap) -> Received:
+    def dispatch(self, x: Tensor, topk_weights: Tensor, lap: base.Lap) -> base.Received:
         """See `Session.dispatch`."""
         ep, buffers = self._ep, self._the_buffers()
         self._handle.dispatch(
@@ -147,14 +130,14 @@ class NcclEpSession(PlainSession):
             stream=_stream(),
         )
         lap("dispatch")
-        return Received(
+        return base.Received(
             rows=buffers.rows,
             weights=buffers.weights,
             tokens_per_expert=self._real,
             segment_rows=self._segments,
         )
 
-    def combine(self, expert_out: Tensor, lap: Lap) -> Tensor:
+    def combine(self, expert_out: Tensor, lap: base.Lap) -> Tensor:
         """See `Session.combine`."""
         ep, buffers = self._ep, self._the_buffers()
         self._handle.combine(
@@ -165,7 +148,7 @@ class NcclEpSession(PlainSession):
         lap("combine")
         return buffers.out
 
-    def combine_backward(self, grad_out: Tensor, lap: Lap) -> Tensor:
+    def combine_backward(self, grad_out: Tensor, lap: base.Lap) -> Tensor:
         """Dispatch in the backward direction, which carries no weights."""
         ep, buffers = self._ep, self._the_buffers()
         self._handle.dispatch(
@@ -178,7 +161,7 @@ class NcclEpSession(PlainSession):
         return buffers.grads
 
     def dispatch_backward(
-        self, grad_rows: Tensor, grad_weights: Tensor, lap: Lap
+        self, grad_rows: Tensor, grad_weights: Tensor, lap: base.Lap
     ) -> tuple[Tensor, Tensor | None]:
         """Combine in the backward direction, with the weights' gradients."""
         ep, buffers = self._ep, self._the_buffers()
@@ -263,15 +246,19 @@ def _token_bound(work: Work) -> int:
 
 
 def _check_limits(work: Work) -> None:
-    """Raise Refused for a work beyond the library's documented limits."""
+    """Raise base.Refused for a work beyond the library's documented limits."""
     if work.dtype == "float64":
-        raise Refused("nccl_ep moves bf16, fp16 and fp32 rows; dtype is float64")
+        raise base.Refused("nccl_ep moves bf16, fp16 and fp32 rows; dtype is float64")
     if work.num_tokens > _MAX_TOKENS:
-        raise Refused(f"nccl_ep takes at most {_MAX_TOKENS} tokens a rank, not {work.num_tokens}")
+        raise base.Refused(
+            f"nccl_ep takes at most {_MAX_TOKENS} tokens a rank, not {work.num_tokens}"
+        )
     if work.domains > 1:
-        raise Refused("nccl_ep finds its domains itself; virtual domains cannot be asked for")
+        raise base.Refused("nccl_ep finds its domains itself; virtual domains cannot be asked for")
     if work.num_experts % 4:
-        raise Refused(f"nccl_ep needs num_experts to be a multiple of 4, not {work.num_experts}")
+        raise base.Refused(
+            f"nccl_ep needs num_experts to be a multiple of 4, not {work.num_experts}"
+        )
 
 
 def _stream() -> int:
@@ -279,6 +266,6 @@ def _stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream)
 
 
-def open_session(work: Work, place: Place) -> NcclEpSession:
+def open_session(work: Work, place: base.Place) -> NcclEpSession:
     """Open NCCL EP."""
     return NcclEpSession(work, place)

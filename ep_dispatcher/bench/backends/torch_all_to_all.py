@@ -15,7 +15,6 @@ from torch import Tensor
 from ep_dispatcher.bench.backends.base import (
     Identity,
     Lap,
-    Layout,
     Place,
     PlainSession,
     Received,
@@ -52,7 +51,6 @@ class Routes:
 class TorchSession(PlainSession):
     """See `Session`."""
 
-    layout: Layout = "expert_major"
     wire: Wire = "by_copy"
     persistent_bytes: int | None = 0
 
