@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_dispatcher.config import DTYPE_BYTES
+from ep_dispatcher.config import DTYPE_BYTES, Topology
 from ep_dispatcher.device_session import placement_tables
 from ep_dispatcher.errors import UnavailableError
 from ep_dispatcher.plan import Placement
@@ -114,16 +114,8 @@ class OneGpuWorld:
             else Placement(expert_rank, shape.ep_size)
         )
         self.tables = placement_tables(self.placement, self.device)
-        self.window_shape = kernels.WindowShape(
-            ep_size=shape.ep_size,
-            num_experts=shape.num_experts,
-            num_topk=shape.num_topk,
-            num_channels=shape.num_channels,
-            ring_depth=shape.ring_depth,
-            max_tokens=shape.max_tokens,
-            partial_bytes=shape.hidden * (4 if shape.exact else shape.element_bytes),
-        )
-        self.layout = kernels.WindowLayout(self.window_shape)
+        self.window_shape = self._window_shape()
+        self.layout = self._layout()
         self.windows = [
             torch.zeros(
                 self.layout.total_bytes + 2 * shape.output_bytes,
@@ -137,6 +129,26 @@ class OneGpuWorld:
         self._streams: list[torch.cuda.Stream] = []
         self._ticket = 0
         torch.cuda.synchronize(self.device)
+
+    @property
+    def topology(self) -> Topology:
+        """One domain."""
+        return Topology(ep_size=self.shape.ep_size, domain_size=self.shape.ep_size)
+
+    def _window_shape(self) -> Any:  # noqa: ANN401
+        shape = self.shape
+        return self.kernels.WindowShape(
+            ep_size=shape.ep_size,
+            num_experts=shape.num_experts,
+            num_topk=shape.num_topk,
+            num_channels=shape.num_channels,
+            ring_depth=shape.ring_depth,
+            max_tokens=shape.max_tokens,
+            partial_bytes=shape.hidden * (4 if shape.exact else shape.element_bytes),
+        )
+
+    def _layout(self) -> Any:  # noqa: ANN401
+        return self.kernels.WindowLayout(self.window_shape)
 
     def _context(self, rank: int) -> Any:  # noqa: ANN401
         context = self.kernels.Context(self.window_shape, rank)
@@ -180,21 +192,22 @@ class OneGpuWorld:
     def new_plan(self, rank: int, num_tokens: int, num_topk: int) -> KernelPlan:
         """Memory for a plan, poisoned: what a kernel does not write shows."""
         shape, local = self.shape, self.contexts[rank].num_local_experts
+        ranks = self.window_shape.ep_size
         records = self.kernels.max_records(self.window_shape)
         stride = self.kernels.chunk_stride(self.window_shape)
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "dst_rank": ((num_tokens, num_topk), torch.int32),
             "dst_row": ((num_tokens, num_topk), torch.int32),
             "contributor": ((num_tokens, num_topk), torch.int64),
-            "counts": ((shape.ep_size, shape.num_experts), torch.int64),
+            "counts": ((ranks, shape.num_experts), torch.int64),
             "tokens_per_expert": ((local,), torch.int64),
             "padded_tokens_per_expert": ((local,), torch.int64),
             "expert_offsets": ((local,), torch.int64),
             "totals": ((4,), torch.int64),
             "record_header": ((records,), torch.int32),
             "record_row": ((records, shape.num_topk), torch.int32),
-            "chunk_first": ((shape.ep_size, stride), torch.int32),
-            "source_tokens": ((shape.ep_size,), torch.int32),
+            "chunk_first": ((ranks, stride), torch.int32),
+            "source_tokens": ((ranks,), torch.int32),
         }
         tensors = {
             name: torch.full(size, -77, dtype=dtype, device=self.device)

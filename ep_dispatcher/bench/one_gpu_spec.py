@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher.bench.one_gpu import OneGpuWorld
-from ep_dispatcher.config import Topology
 from ep_dispatcher.plan import Plan, build_plan, count_copies
 from ep_dispatcher.reference import ordered_sum
 
@@ -75,7 +74,7 @@ def make_round(
             topk,
             counts,
             placement=world.placement,
-            topology=Topology(ep_size=shape.ep_size, domain_size=shape.ep_size),
+            topology=world.topology,
             ep_rank=rank,
             alignment=alignment,
             recv_capacity_rows=None if capacity_rows < 0 else capacity_rows,
@@ -119,7 +118,7 @@ def _expected_rows(
 def expected_sum(
     plan: Plan, expert_out: Sequence[Tensor], dtype: torch.dtype, exact: bool
 ) -> Tensor:
-    """The specified sum: rows ascending on each rank, rounded, then ranks ascending."""
+    """The specified sum: rows ascending on each rank, ranks ascending, domains ascending."""
     partials, indices = [], []
     own = torch.arange(plan.num_tokens, device=plan.dst_row.device)
     for rank, rows in enumerate(expert_out):
@@ -128,7 +127,14 @@ def expected_sum(
         partial = ordered_sum(rows, index)
         partials.append(partial if exact else partial.to(dtype))
         indices.append(torch.where((index >= 0).any(1), own + rank * plan.num_tokens, -1))
-    return ordered_sum(torch.cat(partials), torch.stack(indices, 1)).to(dtype)
+    terms, sums, present = torch.cat(partials), [], []
+    size = plan.topology.domain_size
+    for domain in range(plan.topology.num_domains):
+        index = torch.stack(indices[domain * size : (domain + 1) * size], 1)
+        partial = ordered_sum(terms, index)
+        sums.append(partial if exact else partial.to(dtype))
+        present.append(torch.where((index >= 0).any(1), own + domain * plan.num_tokens, -1))
+    return ordered_sum(torch.cat(sums), torch.stack(present, 1)).to(dtype)
 
 
 def _expected_weight_grads(plan: Plan, row_grads: Sequence[Tensor]) -> Tensor:
