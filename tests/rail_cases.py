@@ -28,7 +28,7 @@ def new_rail_world(
 ) -> RailWorld:
     defaults: dict[str, Any] = {
         "ep_size": num_domains * domain_size, "num_experts": 16, "num_topk": 4, "hidden": 256,
-        "max_tokens": 100, "output_bytes": 8 << 20,
+        "max_tokens": 100, "output_bytes": 8 << 20, "timeout_s": 3.0,
     }  # fmt: skip
     kernels = kernels_or_skip("ep_kernels_mutated" if mutations else "ep_kernels")
     return RailWorld(
