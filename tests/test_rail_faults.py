@@ -1,0 +1,272 @@
+"""Rails: deadlines name who is missing in every domain, and each ordering claim is needed.
+
+The negative controls take one claim of csrc/kernels/rail.cuh away (csrc/kernels/mutation.cuh) and
+must see wrong data; mutation 0 is the control that must pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kernel_world import check_plans, check_rows, check_sums
+from rail_cases import (
+    WORLDS,
+    check_rail_round,
+    new_rail_round,
+    new_rail_world,
+    no_faults,
+    rail_combine,
+    rail_dispatch,
+    rail_plan,
+)
+
+from ep_dispatcher.bench.one_gpu_spec import Round
+from ep_dispatcher.bench.rail_world import RailPlan, RailWorld
+
+pytestmark = [pytest.mark.gpu(1), pytest.mark.fault]
+
+LATE_RANK, LATE_US = 3, 3000
+ENTRY, ROWS, SUMS = 13, 14, 15  # EpPhase
+CHAOS_SEEDS = 36
+
+
+def _calls(world: RailWorld, work: Round, plans: list[RailPlan], name: str) -> list[Any]:
+    """Arguments of one of the rails' kernels."""
+    if name in ("rail_exchange", "rail_counts"):
+        return world.rail_plan_calls(plans, work.topk_idx)
+    if name == "rail_dispatch":
+        outputs = world.new_outputs(work.rows, weights=True)
+        return world.rail_dispatch_calls(plans, work.x, work.topk_weights, outputs)
+    out = [torch.empty_like(rows) for rows in work.x]
+    domains, returns = world.rail_combine_calls(plans, work.expert_out, out)
+    world.launch("combine", domains)
+    return returns
+
+
+@pytest.mark.parametrize("net", ["loop", "chaos"])
+@pytest.mark.parametrize("name", ["rail_exchange", "rail_counts", "rail_dispatch", "rail_return"])
+def test_a_rank_that_never_calls_is_named(name: str, net: str) -> None:
+    world = new_rail_world(2, 2, timeout_s=0.3, net=net)
+    work = new_rail_round(world, "uniform")
+    check_rail_round(world, work)
+    plans = rail_plan(world, work)
+    calls = _calls(world, work, plans, name)
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    world.launch(name, calls[:LATE_RANK])
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < 2.5
+    filed = [fault for fault in map(world.fault, range(LATE_RANK)) if fault.filed]
+    assert LATE_RANK in {fault.peer for fault in filed}
+    if name == "rail_dispatch":  # each of them needs rank 3, or one that has told it
+        assert len(filed) == LATE_RANK
+    fresh = new_rail_world()
+    check_rail_round(fresh, new_rail_round(fresh))
+
+
+@pytest.mark.parametrize("name", ["rail_dispatch", "rail_return"])
+def test_a_domain_past_the_deadline_is_named_and_one_before_it_is_not(name: str) -> None:
+    world = new_rail_world(4, 1, mutations=True, timeout_s=0.3)
+    work = new_rail_round(world, "uniform")
+    world.contexts[LATE_RANK].test_delay_us = 60_000
+    check_rail_round(world, work)
+    world.contexts[LATE_RANK].test_delay_us = 0
+    plans = rail_plan(world, work)
+    world.contexts[LATE_RANK].test_delay_us = 700_000
+    calls = _calls(world, work, plans, name)
+    world.launch(name, calls)
+    torch.cuda.synchronize()
+    filed = [world.fault(rank) for rank in range(LATE_RANK)]
+    assert all(fault.filed for fault in filed)
+    assert LATE_RANK in {fault.peer for fault in filed}
+    assert {fault.phase for fault in filed} <= {ENTRY, ROWS, SUMS}
+
+
+@pytest.mark.parametrize("seed", range(CHAOS_SEEDS))
+def test_late_puts_and_random_delays_change_nothing(seed: int) -> None:
+    num_domains, domain_size = WORLDS[seed % len(WORLDS)]
+    world = new_rail_world(
+        num_domains, domain_size, net="chaos", chaos_seed=100 * seed, mutations=True, max_tokens=64,
+        ring_depth=2 + seed % 3,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    works = [new_rail_round(world, kind, seed) for kind in ("uniform", "duplicates", "skewed")]
+    for work in works:
+        delays = torch.randint(0, 300, (world.shape.ep_size,), generator=generator).tolist()
+        for context, delay in zip(world.contexts, delays, strict=True):
+            context.test_delay_us = delay
+        check_rail_round(world, work)
+
+
+@pytest.mark.parametrize("net", ["loop", "chaos"])
+def test_many_epochs_with_changing_routing(net: str) -> None:
+    world = new_rail_world(2, 4, hidden=64, net=net)
+    kinds = ("uniform", "duplicates", "mostly_dropped", "skewed")
+    works = [new_rail_round(world, kind, seed) for seed, kind in enumerate(kinds)]
+    for epoch in range(60):
+        work = works[epoch * 7 // 2 % len(works)]
+        plans = rail_plan(world, work)
+        rows = rail_dispatch(world, work, plans, duplicate=epoch % 2)
+        check_rows(work, rows)
+        check_sums(work, rail_combine(world, work, plans))
+    no_faults(world)
+
+
+@pytest.mark.parametrize("net", ["loop", "chaos"])
+def test_plans_may_be_used_in_any_order(net: str) -> None:
+    """Two dispatches, then two combines, and others: as pipelines and recomputation call."""
+    world = new_rail_world(4, 2, net=net)
+    works = [new_rail_round(world, "duplicates", 1), new_rail_round(world, "skewed", 2)]
+    plans = [rail_plan(world, work) for work in works]
+    for at in (0, 1, 0, 0, 1):
+        check_rows(works[at], rail_dispatch(world, works[at], plans[at]))
+    for at in (1, 0, 0, 1):
+        check_sums(works[at], rail_combine(world, works[at], plans[at]))
+    check_rows(works[0], rail_dispatch(world, works[0], plans[0]))
+    no_faults(world)
+
+
+def test_a_bad_expert_is_named_in_every_domain() -> None:
+    world = new_rail_world(2, 2)
+    work = new_rail_round(world, "uniform")
+    work.topk_idx[2][5, 1] = 16
+    plans = rail_plan(world, work)
+    torch.cuda.synchronize()
+    letters = [world.mailbox(one.virtual) for one in plans]
+    assert [letter.refused_rank for letter in letters] == [2, 2, 2, 2]
+    assert [(letter.bad_token, letter.bad_expert) for letter in letters] == [
+        (-1, -1), (-1, -1), (5, 16), (-1, -1),
+    ]  # fmt: skip
+    check_rail_round(world, new_rail_round(world, "uniform"))
+
+
+def _mutate(world: RailWorld, mutation: int) -> None:
+    for rank, context in enumerate(world.contexts):
+        context.test_mutation = mutation
+        context.test_delay_us = LATE_US if rank == LATE_RANK else 0
+
+
+def _fails(check: Callable[[], None]) -> bool:
+    torch.cuda.synchronize()
+    try:
+        check()
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("mutation", [0, 49, 50])
+def test_a_plan_needs_its_waits(mutation: int) -> None:
+    failed = []
+    for seed, kind in enumerate(["uniform", "skewed"]):
+        world = new_rail_world(2, 2, net="chaos", chaos_seed=seed, mutations=True)
+        work = new_rail_round(world, kind, seed)
+        _mutate(world, mutation)
+        plans = rail_plan(world, work)
+        failed.append(_fails(lambda: check_plans(world, work, plans)))  # noqa: B023
+    assert any(failed) == (mutation != 0)
+
+
+@pytest.mark.parametrize("mutation", [0, 41, 42, 44, 45])
+def test_dispatch_needs_what_orders_its_records(mutation: int) -> None:
+    """The signal first, no wait, a stage reused early, a signal that promises too little."""
+    failed = []
+    for seed in range(4):
+        world = new_rail_world(
+            2, 2, net="chaos", chaos_seed=seed, mutations=True, hidden=1024, num_blocks=1
+        )
+        work = new_rail_round(world, "uniform", seed)
+        plans = rail_plan(world, work)
+        torch.cuda.synchronize()
+        _mutate(world, mutation)
+        rows = rail_dispatch(world, work, plans)
+        failed.append(_fails(lambda: check_rows(work, rows)))  # noqa: B023
+    assert any(failed) == (mutation != 0)
+
+
+@pytest.mark.parametrize("mutation", [0, 45, 46, 47])
+def test_the_return_needs_what_orders_its_sums(mutation: int) -> None:
+    failed = []
+    for seed in range(4):
+        world = new_rail_world(
+            2, 2, net="chaos", chaos_seed=seed, mutations=True, hidden=1024, num_blocks=1
+        )
+        work = new_rail_round(world, "uniform", seed)
+        plans = rail_plan(world, work)
+        torch.cuda.synchronize()
+        _mutate(world, mutation)
+        sums = rail_combine(world, work, plans)
+        failed.append(_fails(lambda: check_sums(work, sums)))  # noqa: B023
+    assert any(failed) == (mutation != 0)
+
+
+def _load_kernels_of_one_rank() -> None:
+    """Launch each kernel for one rank: loading it later would wait for kernels that wait for it."""
+    world = new_rail_world(4, 1, mutations=True, timeout_s=0.02)
+    work = new_rail_round(world, "uniform")
+    plans = rail_plan(world, work)
+    route = world.virtual_route_calls(plans)
+    domains, _ = world.rail_combine_calls(plans, work.expert_out, [x.clone() for x in work.x])
+    calls = {
+        name: _calls(world, work, plans, name)
+        for name in ("rail_exchange", "rail_counts", "rail_dispatch", "rail_return")
+    } | {"route": route, "combine": domains}
+    for name, ranks in calls.items():
+        getattr(world.kernels, name)(ranks[0], torch.cuda.current_stream().cuda_stream)
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("mutation", [0, 43])
+def test_dispatch_needs_the_entry_of_the_other_domain(mutation: int) -> None:
+    """Rank 3 forwards late; without credit the next call's records overwrite those it still has."""
+    _load_kernels_of_one_rank()
+    world = new_rail_world(4, 1, mutations=True, hidden=1024)
+    works = [new_rail_round(world, "uniform", seed) for seed in range(2)]
+    plans = [rail_plan(world, work) for work in works]
+    torch.cuda.synchronize()
+    _mutate(world, mutation)
+    rows = max(max(work.rows) for work in works)
+    outputs = world.new_outputs([rows] * 4, weights=True)
+    copies = [(rows.clone(), weights.clone()) for rows, weights in outputs if weights is not None]
+    calls = [
+        world.rail_dispatch_calls(own, work.x, work.topk_weights, outputs)
+        for own, work in zip(plans, works, strict=True)
+    ]
+    with world.rank_streams(4) as streams:
+        world.launch_on(streams, "rail_dispatch", calls[0])
+        for stream, copy, output in zip(streams, copies, outputs, strict=True):
+            with torch.cuda.stream(stream):
+                for to, source in zip(copy, output, strict=True):
+                    assert source is not None
+                    to.copy_(source)
+        world.launch_on(streams, "rail_dispatch", calls[1])
+    got = [
+        (x[:size], weights[:size]) for (x, weights), size in zip(copies, works[0].rows, strict=True)
+    ]
+    assert _fails(lambda: check_rows(works[0], got)) == (mutation != 0)
+
+
+@pytest.mark.parametrize("mutation", [0, 48])
+def test_the_return_needs_the_entry_of_the_home(mutation: int) -> None:
+    """Rank 3 adds late; without credit the next call's sums overwrite those it still has."""
+    _load_kernels_of_one_rank()
+    world = new_rail_world(4, 1, mutations=True, hidden=1024)
+    works = [new_rail_round(world, "uniform", seed) for seed in range(2)]
+    plans = [rail_plan(world, work) for work in works]
+    torch.cuda.synchronize()
+    _mutate(world, mutation)
+    results, calls = [], []
+    for work, own in zip(works, plans, strict=True):
+        out = [torch.full_like(rows, float("nan")) for rows in work.x]
+        grads = [torch.full_like(weights, float("nan")) for weights in work.topk_weights]
+        results.append((out, grads))
+        calls.append(world.rail_combine_calls(own, work.expert_out, out, work.row_grads, grads))
+    with world.rank_streams(4) as streams:
+        for domains, returns in calls:
+            world.launch_on(streams, "combine", domains)
+            world.launch_on(streams, "rail_return", returns)
+    assert _fails(lambda: check_sums(works[0], results[0])) == (mutation != 0)
