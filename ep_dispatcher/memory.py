@@ -2,8 +2,8 @@
 
 Counted is what each rank holds beside its output tensors for as long as the group is open. One
 domain: the regions of a rank's window, as csrc/core/window_layout.h lays them out (a test compiles
-it and compares), and the tables of experts. Several domains: the ring spans one domain only, and
-each remote domain has a landing area for records and one for partial sums.
+it and compares), and the tables of experts. Several domains: these regions span one domain only,
+whose ranks are home of the tokens of their rails; those of csrc/core/rail_layout.h come behind.
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ from __future__ import annotations
 from typing import Literal
 
 from ep_dispatcher.config import EpConfig, Topology
+from ep_dispatcher.rail_memory import (
+    REGION_ALIGNMENT_BYTES,
+    RailSizes,
+    rail_blocks,
+    segment_tokens,
+)
+from ep_dispatcher.rail_memory import align as _align
 
 RING_DEPTH = 16  # partial rows in flight for each (channel, pair of ranks); two chunks' worth
 
 _WORD_BYTES = 4
 _EPOCH_BYTES = 8
-_REGION_ALIGNMENT_BYTES = 128
 _WINDOW_ALIGNMENT_BYTES = 4096
 _LOCAL_CONTROL_BYTES = 1072  # sizeof(LocalControl): epochs, exits, one barrier word a channel
 _SEND_WARPS = 16  # EP_SEND_WARPS, each with its own progress word
@@ -42,6 +48,12 @@ _TERMS = {
     "records": ("record_header", "record_entry"),
     "partial_ring": ("partials",),
 }
+_RAIL_TERMS = {
+    "rail_control": ("signals", "control", "posted", "stats", "counts_flag", "shift", "verdict"),
+    "rail_routing": ("counts", "block_counts", "topk", "virtual_topk"),
+    "rail_landing": ("staging", "landing"),
+    "rail_partials": ("partials", "own"),
+}
 
 
 def persistent_bytes(
@@ -64,11 +76,14 @@ def persistent_bytes(
         return {"total": 0}
     regions = window_regions(config, topology, ring_depth)
     terms = {term: sum(regions[name] for name in names) for term, names in _TERMS.items()}
+    terms["window_end"] = -sum(terms.values()) % _WINDOW_ALIGNMENT_BYTES
+    tables = 3 * config.shape.num_experts + topology.domain_size + 1
     if topology.num_domains > 1:
-        terms |= _rail_terms(config, topology)
-    in_window = sum(terms.values())
-    terms["window_end"] = _align(in_window, _WINDOW_ALIGNMENT_BYTES) - in_window
-    terms["expert_tables"] = _WORD_BYTES * (3 * config.shape.num_experts + topology.ep_size + 1)
+        rails = rail_regions(config, topology)
+        terms |= {term: sum(rails[name] for name in names) for term, names in _RAIL_TERMS.items()}
+        terms["rail_end"] = -sum(rails.values()) % _WINDOW_ALIGNMENT_BYTES
+        tables += 3 * config.shape.num_experts + topology.ep_size + 1
+    terms["expert_tables"] = _WORD_BYTES * tables
     return terms | {"total": sum(terms.values())}
 
 
@@ -79,8 +94,8 @@ def window_regions(
 
     A region's offset is the sum of those before it. Names and order are EpWindowLayout's.
     """
-    ranks, channels = topology.ep_size, config.tuning.num_sms
-    tokens, shape = config.max_tokens_per_rank, config.shape
+    ranks, channels = topology.domain_size, config.tuning.num_sms
+    tokens, shape = topology.num_domains * segment_tokens(config, topology), config.shape
     slots = channels * topology.domain_size * ring_depth
     sizes = {
         "error": _EPOCH_BYTES,
@@ -94,12 +109,12 @@ def window_regions(
         "partial_full": _EPOCH_BYTES * slots,
         "partial_free": _EPOCH_BYTES * slots,
         "block_counts": _WORD_BYTES * channels * (shape.num_experts + ranks),
-        "counts": _PARITIES * ranks * counts_row_bytes(config, topology),
+        "counts": _PARITIES * ranks * _WORD_BYTES * (shape.num_experts + ranks + _COUNTS_EXTRA),
         "record_header": _WORD_BYTES * _PARITIES * ranks * tokens,
         "record_entry": _WORD_BYTES * _PARITIES * ranks * tokens * shape.num_topk,
         "partials": slots * partial_slot_bytes(config),
     }
-    return {name: _align(size, _REGION_ALIGNMENT_BYTES) for name, size in sizes.items()}
+    return {name: _align(size, REGION_ALIGNMENT_BYTES) for name, size in sizes.items()}
 
 
 def counts_row_bytes(config: EpConfig, topology: Topology) -> int:
@@ -117,23 +132,26 @@ def partial_bytes(config: EpConfig) -> int:
 def partial_slot_bytes(config: EpConfig) -> int:
     """Bytes of one slot of the ring: a partial row, then one float a slot of the token."""
     weights = _WORD_BYTES * config.shape.num_topk
-    return _align(_align(partial_bytes(config), 16) + weights, _REGION_ALIGNMENT_BYTES)
+    return _align(_align(partial_bytes(config), 16) + weights, REGION_ALIGNMENT_BYTES)
 
 
 def rail_record_bytes(config: EpConfig) -> int:
-    """Bytes of one landed record: the row, 8 bytes a slot (expert, index, weight), its source."""
+    """Bytes of one landed record: the row and a weight for each slot, up to whole lines."""
     shape = config.shape
-    return _align(shape.row_bytes + 8 * shape.num_topk + 8, _REGION_ALIGNMENT_BYTES)
+    return _align(shape.row_bytes + _WORD_BYTES * shape.num_topk, REGION_ALIGNMENT_BYTES)
 
 
-def _rail_terms(config: EpConfig, topology: Topology) -> dict[str, int]:
-    """Landing areas for the other domains: at most every token of every same-index GPU."""
-    tokens = (topology.num_domains - 1) * config.max_tokens_per_rank
-    return {
-        "rail_landing": tokens * rail_record_bytes(config),
-        "rail_partials": tokens * partial_bytes(config),
-    }
-
-
-def _align(size_bytes: int, alignment_bytes: int) -> int:
-    return -(-size_bytes // alignment_bytes) * alignment_bytes
+def rail_regions(config: EpConfig, topology: Topology) -> dict[str, int]:
+    """Bytes of each region of the rails behind those of `window_regions`; several domains."""
+    shape = config.shape
+    apart = config.precision == "exact" and shape.dtype != "float32"
+    return RailSizes(
+        topology=topology,
+        num_experts=shape.num_experts,
+        num_topk=shape.num_topk,
+        num_channels=config.tuning.num_sms,
+        num_blocks=rail_blocks(config, topology),
+        tokens=segment_tokens(config, topology),
+        slot_bytes=partial_slot_bytes(config),
+        own_bytes=partial_bytes(config) if apart else 0,
+    ).regions()

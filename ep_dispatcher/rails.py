@@ -17,10 +17,11 @@ from ep_dispatcher import native
 from ep_dispatcher.config import EpConfig, Topology
 from ep_dispatcher.memory import RING_DEPTH, partial_bytes
 from ep_dispatcher.plan import Placement
+from ep_dispatcher.rail_memory import rail_blocks, segment_tokens
 
 MAX_CONTEXTS = 4  # of GIN; NCCL's own default
 _NET_GIN = 2  # EP_NET_GIN
-_SMS_A_RAIL_BLOCK = 4  # of the budget; a rail needs far fewer than its domain (docs/scaling.md)
+_WARPS_A_BLOCK = 8  # EP_RAIL_WARPS
 
 
 @dataclass(frozen=True)
@@ -126,18 +127,6 @@ class OpenRails:
     def forget(self) -> None:
         """Let go, after the communicator was aborted."""
         self._native.forget()
-
-
-def segment_tokens(config: EpConfig, topology: Topology) -> int:
-    """Tokens of a segment: those of any rank; over several domains at least one."""
-    return max(config.max_tokens_per_rank, int(topology.num_domains > 1))
-
-
-def rail_blocks(config: EpConfig, topology: Topology) -> int:
-    """Blocks that a kernel gives to the rails, on top of `num_sms`; 0 in a single domain."""
-    if topology.num_domains == 1:
-        return 0
-    return max(1, config.tuning.num_sms // _SMS_A_RAIL_BLOCK)
 
 
 def make_rail(module: Any, config: EpConfig, domain: DomainView) -> Any:  # noqa: ANN401
