@@ -20,7 +20,7 @@ from ep_dispatcher.config import EpConfig
 from ep_dispatcher.device import DeviceBackend, Routes, gpus_of
 from ep_dispatcher.device_session import open_session
 from ep_dispatcher.plan import Placement, Plan
-from ep_dispatcher.rails import rail_blocks
+from ep_dispatcher.rail_memory import rail_blocks
 from ep_dispatcher.residency import check_blocks_fit, gpus_are_shared
 
 
