@@ -171,6 +171,9 @@ __device__ void rail_dispatch_block(const EpRailDispatchArgs& args, int block, c
   Watch* watch = &shared->watch;
   begin_launch(context, kDispatch, watch);
   if (block < channels) {
+    if (mutated(context, Mutation::kRailSkipEntry)) {
+      test_stall(context);  // so that the next records find these unread
+    }
     RailRows<Net> rows(args, view, net, watch);
     dispatch_channel(args.domain, &rows, block, stages, shared);
   } else if (block < channels + args.rail.num_blocks) {

@@ -207,6 +207,9 @@ __device__ void rail_return_block(const EpRailReturnArgs& args, int block, Watch
       return_sums(args, view, net, task, watch);
     }
   } else if (block < putting + adding) {
+    if (mutated(context, Mutation::kReturnSkipEntry)) {
+      test_stall(context);  // so that the next sums find these unread
+    }
     constexpr EpDtype kPartial = kExact ? EP_FLOAT32 : kDtype;
     FinalSum<Net, kDtype, kPartial>(args, view, net, watch)
         .run((block - putting) * kReturnWarps + warp, adding * kReturnWarps);
