@@ -139,8 +139,8 @@ __device__ void send_records(const EpRailDispatchArgs& args, const RailView& vie
         continue;
       }
       const int64_t source = staging + stage * view.layout.slot_bytes;
-      if (!mutated(view.context, Mutation::kRailReuseStage) &&
-          !puts.wait_until_unsent(EP_RAIL_STAGES - 1)) {  // R5
+      if (stage == 0 && !mutated(view.context, Mutation::kRailReuseStage) &&
+          !puts.wait_until_unsent(0)) {  // R5
         return;
       }
       fill_record(args, view.local<char>(source), token);
