@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Peer comparison on one GPU, from build to table: ranks under MPS, equal SM budgets.
 #
-#   scripts/bench_one_gpu.sh [--out FOLDER] [--cells FILE] [--budget SECONDS] [BENCH_ARGUMENT...]
+#   scripts/bench_one_gpu.sh [--out FOLDER] [--cells FILE] [--budget SECONDS] [--lines-only]
+#                           [BENCH_ARGUMENT...]
 #
 # --out      folder for results.jsonl, report.md, report.html and logs (default: runs/one_gpu)
 # --cells    what to measure, most telling first (default: configs/bench_one_gpu.yaml)
 # --budget   of the whole script, build included (default: 530); what does not fit becomes a row
+# --lines-only  no report: `ep-dispatcher bench report` makes it later, on any machine
 # The rest goes to `ep-dispatcher bench run`, for example --backends ep_dispatcher/device nccl_ep.
 #
 # PYTHON     interpreter with torch and pybind11 (default: python3)
@@ -19,13 +21,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 out=runs/one_gpu
 cells=configs/bench_one_gpu.yaml
-budget_s=530
+budget_s=530 pages_s=20
 rest=()
 while (($#)); do
   case $1 in
     --out) out=$2; shift 2 ;;
     --cells) cells=$2; shift 2 ;;
     --budget) budget_s=$2; shift 2 ;;
+    --lines-only) pages_s=0; shift ;;
     *) rest+=("$1"); shift ;;
   esac
 done
@@ -41,13 +44,15 @@ step "MPS"
 start_mps || exit 1
 
 step "benchmark"
-left_s=$((budget_s - SECONDS - 20)) # pages and the way back take the rest
+left_s=$((budget_s - SECONDS - pages_s))
 timeout --signal=INT $((left_s + 15)) "$PYTHON" -m ep_dispatcher bench run --config "$cells" \
   --out "$out" --budget "$left_s" --no-report --recover scripts/restart_mps.sh \
   ${rest[@]+"${rest[@]}"} 2>&1 | tee "$out/table.txt"
 status=${PIPESTATUS[0]}
 
-step "pages"
-timeout 30 "$PYTHON" -m ep_dispatcher bench report "$out" --out "$out"
+if ((pages_s)); then
+  step "pages"
+  timeout 30 "$PYTHON" -m ep_dispatcher bench report "$out" --out "$out"
+fi
 step "done"
 exit "$status"
