@@ -144,14 +144,20 @@ class OwnSession:
         return self._plan
 
 
-def _open_static(work: Work, place: Place, config: EpConfig) -> EPGroup:
-    """A group that only plans, with room for any routing, so that its host never waits."""
+def _open_static(work: Work, place: Place, config: EpConfig) -> EPGroup | None:
+    """A group that only plans, with room for any routing, so that its host never waits.
+
+    None where this cannot be had, on all ranks alike; then the lines lack that phase.
+    """
     static = dataclasses.replace(
         config,
         recv_capacity_rows=work.ranks * work.num_tokens * work.num_topk,
         output_bytes=_SMALLEST_OUTPUT_BYTES,
     )
-    return EPGroup.create(place.group, static)
+    try:
+        return EPGroup.create(place.group, static)
+    except EpError:
+        return None
 
 
 def _config(work: Work, tier: Literal["device", "reference"]) -> EpConfig:
