@@ -10,7 +10,7 @@ from ep_dispatcher import native
 from ep_dispatcher.agreement import gather_json
 from ep_dispatcher.collectives import Collectives
 from ep_dispatcher.config import Topology
-from ep_dispatcher.errors import EpError, UnavailableError
+from ep_dispatcher.errors import UnavailableError
 
 _ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 
@@ -33,7 +33,7 @@ class Reasons:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """Keep the reason of a failure for `agree`."""
-        if isinstance(error, (EpError, RuntimeError)):
+        if isinstance(error, (ValueError, RuntimeError)):
             self._reason = str(error)
             return True
         return False

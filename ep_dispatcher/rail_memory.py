@@ -39,7 +39,8 @@ def rail_blocks(config: EpConfig, topology: Topology) -> int:
     """Blocks that a kernel gives to the rails, on top of `num_sms`; 0 in a single domain."""
     if topology.num_domains == 1:
         return 0
-    return max(1, config.tuning.num_sms // _SMS_A_RAIL_BLOCK)
+    fewest = -(-(topology.num_domains - 1) // _RAIL_WARPS)  # a warp puts to one domain
+    return max(fewest, config.tuning.num_sms // _SMS_A_RAIL_BLOCK)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from ep_dispatcher.rail_memory import rail_blocks, segment_tokens
 
 MAX_CONTEXTS = 4  # of GIN; NCCL's own default
 _NET_GIN = 2  # EP_NET_GIN
-_WARPS_A_BLOCK = 8  # EP_RAIL_WARPS
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,65 @@
+"""A rank's place in its domain, on the host: tables of experts, blocks, lengths of segments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ep_dispatcher import EpConfig, MoeShape, Placement, Topology, Tuning
+from ep_dispatcher.rail_memory import rail_blocks, segment_tokens
+from ep_dispatcher.rails import DomainView, owner_tables
+
+CPU = torch.device("cpu")
+
+
+def config(num_sms: int = 16, max_tokens: int = 10) -> EpConfig:
+    """A small one."""
+    shape = MoeShape(hidden=8, num_topk=2, num_experts=8)
+    return EpConfig(shape=shape, max_tokens_per_rank=max_tokens, tuning=Tuning(num_sms=num_sms))
+
+
+def test_the_example_of_owner_tables() -> None:
+    tables = owner_tables(torch.tensor([1, 0, 2, 1]), 2, CPU)
+    assert tables["expert_local"].tolist() == [0, 0, 0, 1]
+    assert tables["expert_order"].tolist() == [1, 0, 3, 2]
+    assert tables["owner_first"].tolist() == [0, 1, 3]
+
+
+@pytest.mark.parametrize("ep_rank", range(4))
+def test_a_domain_knows_its_own_experts_only(ep_rank: int) -> None:
+    """8 experts, two a rank, in an order of their own; domains {0, 1} and {2, 3}."""
+    placement = Placement((3, 0, 2, 1, 1, 2, 0, 3), 4)
+    view = DomainView(Topology(ep_size=4, domain_size=2), placement, ep_rank)
+    tables = view.tables(CPU)
+    first = ep_rank // 2 * 2
+    assert (view.number, view.index, view.first_rank) == (ep_rank // 2, ep_rank % 2, first)
+    for expert, owner in enumerate(placement.rank_of.tolist()):
+        here = first <= owner < first + 2
+        assert tables["expert_rank"][expert] == (owner - first if here else 2)
+    ours = [e for rank in (first, first + 1) for e in placement.local_experts(rank)]
+    assert tables["expert_order"][:4].tolist() == [int(expert) for expert in ours]
+    assert tables["owner_first"].tolist() == [0, 2, 4]
+
+
+def test_a_single_domain_has_the_whole_table() -> None:
+    placement = Placement((3, 0, 2, 1, 1, 2, 0, 3), 4)
+    view = DomainView(Topology(ep_size=4, domain_size=4), placement, 2)
+    whole = owner_tables(placement.rank_of, 4, CPU)
+    assert all(torch.equal(table, whole[name]) for name, table in view.tables(CPU).items())
+    assert (view.number, view.index) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_domains", "num_sms", "blocks"), [(1, 16, 0), (2, 16, 4), (2, 1, 1), (32, 4, 4)]
+)
+def test_rails_get_a_warp_for_each_domain(num_domains: int, num_sms: int, blocks: int) -> None:
+    topology = Topology(ep_size=num_domains, domain_size=1)
+    assert rail_blocks(config(num_sms), topology) == blocks
+
+
+def test_segments_hold_the_longest_rank() -> None:
+    """At least one token where there are rails, so that areas have a size."""
+    rails, single = Topology(ep_size=2, domain_size=1), Topology(ep_size=2, domain_size=2)
+    assert segment_tokens(config(), rails) == 10
+    assert segment_tokens(config(max_tokens=0), rails) == 1
+    assert segment_tokens(config(max_tokens=0), single) == 0
