@@ -78,9 +78,16 @@ __device__ void wait_for_readers(const EpCombineArgs& args, int channel, GatherS
   }
 }
 
+// Waits for a stage and reads this lane's part of it; where the segment is shorter, what lies there.
 // A load depends on no other rank's progress, so this wait needs no deadline.
-__device__ __forceinline__ void wait_for_load(uint64_t* full, uint32_t parity) {
-  while (!mbarrier_try(full, parity)) {
+__device__ __forceinline__ void read_stage(const Gatherer& own, int stage, uint32_t parity,
+                                           uint4* raw) {
+  const uint32_t from = own.stages + stage * kGatherStageBytes + 16 * own.lane;
+  while (!mbarrier_try(own.full + 8 * stage, parity)) {
+  }
+#pragma unroll
+  for (int pass = 0; pass < kGatherPasses; ++pass) {
+    raw[pass] = load_shared(from + 512 * pass);
   }
 }
 
@@ -92,30 +99,27 @@ __device__ void sum_tokens(const Gatherer& own) {
   int stage = 0;
   int segment = 0;
   uint32_t parity = 0;
-  for (int in_flight = loader.start(); in_flight > 0;) {
-    const int mark = loader.mark(stage);
-    const int64_t token = loader.token(stage);
-    const auto* term = reinterpret_cast<const uint4*>(own.stage(stage));
-    const int num_vectors = own.segment_bytes(segment) / 16;
-    auto* out = reinterpret_cast<uint4*>(static_cast<char*>(own.args.out) + token * own.row_bytes +
-                                         int64_t{segment} * kGatherStageBytes);
-    wait_for_load(own.full + stage, parity);
-    if ((mark & kAlone) != 0) {  // keeps its bits
-      for (int at = own.lane; at < num_vectors; at += 32) {
-        store_once(out + at, term[at]);
-      }
-    } else {
-      sum.add(term, (mark & kEndsRank) != 0);
-    }
-    in_flight = loader.refill(stage);
+  loader.start();
+  while (!loader.empty()) {
+    uint4 raw[kGatherPasses];
+    read_stage(own, stage, parity, raw);
+    const uint32_t mark = loader.take_mark();
+    sum.add(raw, (mark & kEndsRank) != 0);
+    const int token = (mark & kEndsToken) != 0 ? loader.token(stage) : 0;
+    __syncwarp();  // G4
+    loader.load(stage);
     if ((mark & kEndsToken) != 0) {
-      if ((mark & kAlone) == 0) {
-        sum.take(out, num_vectors);
+      char* out = static_cast<char*>(own.args.out) + token * own.row_bytes +
+                  int64_t{segment} * kGatherStageBytes;
+      const int num_vectors = static_cast<int>(own.segment_bytes(segment)) / 16;
+      if ((mark & kAlone) != 0) {
+        store_vectors(out, raw, num_vectors);  // keeps its bits
       }
+      sum.take(out, (mark & kAlone) != 0 ? 0 : num_vectors);
       segment = segment + 1 == own.segments ? 0 : segment + 1;
     }
-    parity ^= stage + 1 == kGatherStages ? 1 : 0;
     stage = stage + 1 == kGatherStages ? 0 : stage + 1;
+    parity ^= stage == 0 ? 1 : 0;
   }
   loader.finish();
 }

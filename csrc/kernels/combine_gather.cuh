@@ -7,9 +7,11 @@
 
 namespace ep {
 
-constexpr int kGatherWarps = 12;
-constexpr int kGatherStages = 8;  // of each warp
-constexpr int kGatherPasses = 4;  // vectors of 16 bytes that a lane holds
+// Few warps with long stages: what a term costs beside its sum is shared by more bytes (measured
+// against 12 warps of 2 KiB stages and 16: docs/performance.md).
+constexpr int kGatherWarps = 8;
+constexpr int kGatherStages = 7;  // of each warp
+constexpr int kGatherPasses = 7;  // vectors of 16 bytes that a lane holds
 constexpr int kGatherStageBytes = 16 * 32 * kGatherPasses;
 constexpr int kGatherSharedBytes = kGatherWarps * kGatherStages * kGatherStageBytes;
 
@@ -24,7 +26,7 @@ struct GatherShared {
 
 // One warp's view of the call.
 struct Gatherer {
-  __device__ Gatherer(const EpCombineArgs& combine_args, int channel, char* memory,
+  __device__ Gatherer(const EpCombineArgs& combine_args, int channel, const char* memory,
                       GatherShared* block_shared)
       : args(combine_args), shared(block_shared) {
     warp = static_cast<int>(threadIdx.x) / 32;
@@ -32,26 +34,25 @@ struct Gatherer {
     num_topk = args.plan.num_topk;
     row_bytes = args.hidden * (args.dtype == EP_FLOAT32 ? 4 : 2);
     segments = static_cast<int>(ceil_div(row_bytes, kGatherStageBytes));
-    stages = memory + warp * kGatherStages * kGatherStageBytes;
-    full = shared->full + warp * kGatherStages;
-    terms = shared->term[warp];
+    last_bytes = static_cast<uint32_t>(row_bytes - int64_t{segments - 1} * kGatherStageBytes);
+    stages = keep(shared_address(memory) + warp * kGatherStages * kGatherStageBytes);
+    full = keep(shared_address(shared->full + warp * kGatherStages));
+    terms = keep(shared_address(shared->term[warp]));
     const TokenRange share =
         channel_tokens(args.plan.num_tokens, channel, args.context.shape.num_channels);
     first_token = static_cast<int>(share.first) + warp;
     end_token = static_cast<int>(share.end);
   }
 
-  __device__ char* stage(int at) const { return stages + at * kGatherStageBytes; }
-  __device__ int segment_bytes(int segment) const {
-    return static_cast<int>(
-        min_of(kGatherStageBytes, row_bytes - int64_t{segment} * kGatherStageBytes));
+  __device__ uint32_t segment_bytes(int segment) const {
+    return segment + 1 == segments ? last_bytes : kGatherStageBytes;
   }
 
   const EpCombineArgs& args;
   GatherShared* shared;
-  char* stages;
-  uint64_t* full;
-  uint64_t* terms;  // of the token whose loads are being started
+  uint32_t stages, full;  // addresses in shared memory
+  uint32_t terms;         // likewise: of the token whose loads are being started
+  uint32_t last_bytes;    // of a row's last segment
   int64_t row_bytes;
   int first_token, end_token;  // this warp's is every kGatherWarps-th
   int segments, warp, lane, num_topk;
@@ -71,7 +72,7 @@ __device__ inline Target read_target(const Gatherer& own, int token, int slot) {
 }
 
 // A term: the address of its row, a multiple of 16, and in the bits below it how it ends sums.
-enum TermMark : int { kEndsRank = 1, kEndsToken = 2, kAlone = 4, kTermMarks = 15 };
+enum TermMark : uint32_t { kEndsRank = 1, kEndsToken = 2, kAlone = 4, kTermMarks = 15 };
 
 // Writes a slot's term to its place among the token's terms: rank, then row, ascending. No two
 // slots have the same; those that went nowhere have no place. `low` and `high` are the targets of
@@ -89,8 +90,9 @@ __device__ inline void place_term(const Gatherer& own, const Target& low, const 
   }
   if (mine.rank >= 0) {
     const char* row = own.shared->rows_at[mine.rank] + mine.row * own.row_bytes;
-    own.terms[place] = reinterpret_cast<uint64_t>(row) | (ends_rank ? kEndsRank : 0) |
-                       (place + 1 == count ? kEndsToken : 0) | (count == 1 ? kAlone : 0);
+    own.shared->term[threadIdx.x / 32][place] =
+        reinterpret_cast<uint64_t>(row) | (ends_rank ? kEndsRank : 0) |
+        (place + 1 == count ? kEndsToken : 0) | (count == 1 ? kAlone : 0);
   }
 }
 
@@ -117,56 +119,62 @@ class TermLoader {
     ahead_ = read_target(own_, next_token_, own_.lane);
   }
 
-  // Fills all stages; returns how many loads are in flight.
-  __device__ int start() {
-    for (int stage = 0; stage < kGatherStages && load(stage); ++stage) {
+  // Fills all stages.
+  __device__ void start() {
+    for (int stage = 0; stage < kGatherStages; ++stage) {
+      load(stage);
     }
-    return in_flight_;
   }
 
-  // After the term in `stage` has been read by all lanes; returns how many loads are in flight.
-  __device__ int refill(int stage) {
-    __syncwarp();  // G4
+  __device__ bool empty() const { return in_flight_ == 0; }
+
+  // The mark of the oldest term in flight, which leaves the list of those.
+  __device__ uint32_t take_mark() {
+    const uint32_t mark = marks_ & kTermMarks;
+    marks_ >>= kMarkBits;
     --in_flight_;
-    load(stage);
-    return in_flight_;
+    return mark;
   }
 
-  __device__ int mark(int stage) const { return __shfl_sync(~0u, stage_mark_, stage); }
+  // The token of the term that `stage` held last.
   __device__ int token(int stage) const { return __shfl_sync(~0u, stage_token_, stage); }
+
+  // Starts the next load, into `stage`, if there is one.
+  __device__ void load(int stage) {
+    if (at_ == count_ && !next_segment()) {
+      return;
+    }
+    const uint64_t term = load_shared_word(own_.terms + 8 * at_);
+    marks_ |= (static_cast<uint32_t>(term) & kTermMarks) << (kMarkBits * in_flight_);
+    stage_token_ = own_.lane == stage ? token_ : stage_token_;
+    if (own_.lane == 0) {
+      const uint32_t barrier = own_.full + 8 * stage;
+      const auto* from = reinterpret_cast<const char*>(term & ~uint64_t{kTermMarks}) + offset_;
+      mbarrier_expect(barrier, bytes_);
+      bulk_load(own_.stages + stage * kGatherStageBytes, from, bytes_, barrier, policy_);
+    }
+    ++at_;
+    ++in_flight_;
+  }
 
   // Brings the last gradients home.
   __device__ void finish() { store_grad(); }
 
  private:
-  __device__ bool load(int stage) {
-    if (at_ == count_ && !next_segment()) {
-      return false;
-    }
-    const uint64_t term = own_.terms[at_];
-    if (own_.lane == stage) {
-      stage_mark_ = static_cast<int>(term & kTermMarks);
-      stage_token_ = token_;
-    }
-    if (own_.lane == 0) {
-      const auto* row = reinterpret_cast<const char*>(term & ~uint64_t{kTermMarks});
-      const auto bytes = static_cast<uint32_t>(own_.segment_bytes(segment_));
-      mbarrier_expect(own_.full + stage, bytes);
-      bulk_load(own_.stage(stage), row + int64_t{segment_} * kGatherStageBytes, bytes,
-                own_.full + stage, policy_);
-    }
-    ++at_;
-    ++in_flight_;
-    return true;
-  }
+  static constexpr int kMarkBits = 4;
+  static_assert(kMarkBits * kGatherStages <= 32, "marks of all stages fit into a word");
 
   // Begins the next segment of the token, or the first of the next token that has terms.
   __device__ bool next_segment() {
     at_ = 0;
     if (count_ > 0 && ++segment_ < own_.segments) {
+      offset_ += kGatherStageBytes;
+      bytes_ = own_.segment_bytes(segment_);
       return true;
     }
     segment_ = 0;
+    offset_ = 0;
+    bytes_ = own_.segment_bytes(0);
     count_ = 0;
     while (count_ == 0 && next_token_ < own_.end_token) {
       next_token();
@@ -220,10 +228,22 @@ class TermLoader {
   float grad_ = 0.0f;
   int token_ = 0, next_token_;
   int count_ = 0, at_ = 0, segment_ = 0;  // terms of the token; the next one to load
+  uint32_t offset_ = 0, bytes_ = 0;       // of the segment
   int in_flight_ = 0;
-  int stage_mark_ = 0;   // of the stage with this lane's number
-  int stage_token_ = 0;  // likewise
+  uint32_t marks_ = 0;   // of the terms in flight, the oldest in the lowest bits
+  int stage_token_ = 0;  // of the stage with this lane's number
 };
+
+// Stores this lane's part of a segment.
+__device__ __forceinline__ void store_vectors(char* to, const uint4* vectors, int num_vectors) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int pass = 0; pass < kGatherPasses; ++pass) {
+    if (lane + 32 * pass < num_vectors) {
+      store_once(reinterpret_cast<uint4*>(to) + lane + 32 * pass, vectors[pass]);
+    }
+  }
+}
 
 // The sums of one segment of one token: of the rank at hand, and of the ranks before it.
 template <EpDtype kDtype, bool kExact>
@@ -231,14 +251,8 @@ class SegmentSum {
  public:
   using Vector = VectorSum<kDtype>;
 
-  // Adds the term in `stage`; `ends_rank` if it is the last of its rank.
-  __device__ __forceinline__ void add(const uint4* stage, bool ends_rank) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    uint4 raw[kGatherPasses];
-#pragma unroll
-    for (int pass = 0; pass < kGatherPasses; ++pass) {
-      raw[pass] = stage[lane + 32 * pass];
-    }
+  // Adds a term; `ends_rank` if it is the last of its rank.
+  __device__ __forceinline__ void add(const uint4* raw, bool ends_rank) {
     if (!rank_open_ && ends_rank) {
       add_to(total_, raw, total_open_);  // one term: rounding it changes nothing
       total_open_ = true;
@@ -251,15 +265,14 @@ class SegmentSum {
     }
   }
 
-  // The rounded sum; the next term starts anew.
-  __device__ __forceinline__ void take(uint4* to, int num_vectors) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+  // Stores the rounded sum; the next term starts anew.
+  __device__ __forceinline__ void take(char* to, int num_vectors) {
+    uint4 rounded[kGatherPasses];
 #pragma unroll
     for (int pass = 0; pass < kGatherPasses; ++pass) {
-      if (lane + 32 * pass < num_vectors) {
-        store_once(to + lane + 32 * pass, pack<kDtype>(total_[pass].value));
-      }
+      rounded[pass] = pack<kDtype>(total_[pass].value);
     }
+    store_vectors(to, rounded, num_vectors);
     total_open_ = false;
   }
 

@@ -123,6 +123,54 @@ __device__ __forceinline__ bool mbarrier_try(uint64_t* barrier, uint32_t parity)
   return done != 0;
 }
 
+// --- the same by address in shared memory, where a loop keeps one ---
+
+__device__ __forceinline__ void mbarrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ bool mbarrier_try(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;"
+      "  selp.u32 %0, 1, 0, p; }"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+__device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_t bytes,
+                                          uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared(uint32_t from) {
+  uint4 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(from)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint64_t load_shared_word(uint32_t from) {
+  uint64_t value;
+  asm volatile("ld.shared.b64 %0, [%1];" : "=l"(value) : "r"(from) : "memory");
+  return value;
+}
+
+// Hides where a value comes from, so that it stays in a register instead of being made anew.
+__device__ __forceinline__ uint32_t keep(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // --- the bulk copy engine; addresses and sizes are multiples of 16 bytes ---
 
 // Global to shared; completes on `barrier`, which must expect the bytes.
