@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -25,6 +26,18 @@ class RailCase(Case):
     def config(self, tier: str) -> EpConfig:
         """The config of a group of that tier."""
         return dataclasses.replace(super().config(tier), virtual_domain_size=self.domain_size)
+
+
+def rounds_differ_on(
+    process_group: dist.ProcessGroup, case: RailCase, rounds: int, network: dict[str, str]
+) -> list[str]:
+    """`rounds_differ` with settings of the plugin, which reads them for each communicator."""
+    os.environ.update(network)
+    try:
+        return rounds_differ(process_group, case, rounds)
+    finally:
+        for name in network:
+            del os.environ[name]
 
 
 def count_puts(plugin: Plugin, rank: int) -> Counter[tuple[int, int]]:
