@@ -27,7 +27,9 @@ from torch import Tensor
 from ep_dispatcher import Plan
 from ep_dispatcher.ranges import EXPERTS, phase
 
-MIN_EXPERT_ROWS = 256  # two tiles of 128 rows: below, a grouped GEMM loses speed
+# Every chunk makes all weight gradients once more, to be added up: memory traffic of the size of
+# the weights. At 2048 rows an expert that costs more than chunks hide (docs/overlap.md).
+MIN_EXPERT_ROWS = 4096
 MAX_AUTO_CHUNKS = 4
 
 
@@ -85,7 +87,7 @@ def auto_chunks(num_tokens: int, num_topk: int, num_local_experts: int) -> int:
         num_topk: K.
         num_local_experts: L.
 
-    Example: T=4096, K=8, L=64 -> 512 rows an expert -> 2 chunks.
+    Example: T=16384, K=8, L=16 -> 8192 rows an expert -> 2 chunks.
     """
     rows = num_tokens * num_topk // num_local_experts
     return max(1, min(MAX_AUTO_CHUNKS, rows // MIN_EXPERT_ROWS))

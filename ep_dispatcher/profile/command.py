@@ -24,6 +24,7 @@ from ep_dispatcher.profile.trace import Trace, summarise
 from ep_dispatcher.slurm import adopt_slurm
 from ep_dispatcher.train.config import TrainConfig
 from ep_dispatcher.train.data import load_corpus
+from ep_dispatcher.train.runtime import Runtime
 
 SUMMARY = "summary.json"
 
@@ -78,8 +79,21 @@ def run_rank(config: TrainConfig, warm_up: int) -> int:
 
     from ep_dispatcher.train.runtime import open_runtime
 
-    corpus = load_corpus(config.data, config.model.seq_length)
     runtime = open_runtime(config)
+    profile_job(config, warm_up, runtime)
+    dist.barrier()
+    dist.destroy_process_group()
+    return launch.OK
+
+
+def profile_job(config: TrainConfig, warm_up: int, runtime: Runtime) -> None:
+    """Build the job, run its steps under the profiler, write what they say; collective.
+
+    Raises:
+        ConfigError: ranks share a GPU.
+    """
+    import torch.distributed as dist
+
     if runtime.on_gpu and config.parallel.ranks_share_gpu:
         raise ConfigError(
             "parallel.ranks_share_gpu is true; kernels of ranks that share a GPU through MPS "
@@ -90,6 +104,7 @@ def run_rank(config: TrainConfig, warm_up: int) -> int:
     from ep_dispatcher.train.loop import Trainer
     from ep_dispatcher.train.model import build_job
 
+    corpus = load_corpus(config.data, config.model.seq_length)
     job = build_job(config, runtime)
     trainer = Trainer(config, corpus, runtime, job)
     for step in range(warm_up):
@@ -103,9 +118,6 @@ def run_rank(config: TrainConfig, warm_up: int) -> int:
     if runtime.is_first:
         _report(config, told, folder)
     job.close()
-    dist.barrier()
-    dist.destroy_process_group()
-    return launch.OK
 
 
 def _record(trainer: Any, steps: range, path: Path, *, on_gpu: bool) -> None:  # noqa: ANN401

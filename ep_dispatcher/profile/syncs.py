@@ -62,7 +62,13 @@ def main(words: Sequence[str]) -> int:
     args = parser.parse_args(words)
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    log = ResultLog(args.out, [sys.executable, "-m", "ep_dispatcher.profile.syncs", *words])
+    measure(ResultLog(args.out, [sys.executable, "-m", "ep_dispatcher.profile.syncs", *words]))
+    dist.destroy_process_group()
+    return 0
+
+
+def measure(log: ResultLog) -> None:
+    """Count both modes over the default process group, of one rank, and record them."""
     scores = torch.rand(TOKENS, SHAPE.num_experts, device="cuda")
     topk_idx = scores.topk(SHAPE.num_topk, 1).indices
     x = torch.randn(TOKENS, SHAPE.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -92,8 +98,6 @@ def main(words: Sequence[str]) -> int:
             f"{mode}: {trace.num_layers} layers, {trace.num_syncs} CUDA calls that wait, "
             f"{plan_waits} waits for a mailbox, {len(trace.work)} kernels"
         )
-    dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":
