@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_world import ROUTINGS, check_plans, check_rows, check_sums
+from kernel_world import ROUTINGS, check_plans, check_rows, check_sums, routing_of
 from rail_cases import (
     WORLDS,
     check_rail_round,
@@ -14,6 +14,8 @@ from rail_cases import (
     rail_dispatch,
     rail_plan,
 )
+
+from ep_dispatcher.bench.one_gpu_spec import make_round
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -60,6 +62,38 @@ def test_rows_past_the_capacity_are_dropped_alike() -> None:
     world = new_rail_world()
     for capacity_rows in (0, 40, 90, 1000):
         check_rail_round(world, new_rail_round(world, capacity_rows=capacity_rows))
+
+
+def test_k_may_differ_from_call_to_call() -> None:
+    world = new_rail_world(2, 2)
+    for num_topk in (4, 1, 3, 2):
+        routing = routing_of("duplicates", [64, 9, 100, 33], num_topk, 16, num_topk)
+        check_rail_round(world, make_round(world, routing))
+
+
+def test_all_tokens_may_leave_their_domain() -> None:
+    world = new_rail_world(2, 2)
+    routing = [
+        torch.arange(4).expand(50, 4).contiguous() + 8 * (1 - rank // 2) + rank for rank in range(4)
+    ]
+    check_rail_round(world, make_round(world, routing))
+
+
+def test_unequal_alignments_are_refused_in_every_domain() -> None:
+    world = new_rail_world(2, 2)
+    work = new_rail_round(world, "uniform", alignment=4)
+    plans = [world.new_rail_plan(rank, *topk.shape) for rank, topk in enumerate(work.topk_idx)]
+    calls = world.rail_plan_calls(plans, work.topk_idx, 4)
+    calls[2].alignment = 8
+    world.launch("rail_exchange", calls)
+    world.launch("rail_counts", calls)
+    route = world.virtual_route_calls(plans, 4)
+    route[2].alignment = 8
+    world.launch("route", route)
+    torch.cuda.synchronize()
+    refused = [world.mailbox(plan.virtual).refused_rank for plan in plans]
+    assert refused == [2, 2, 0, 2]
+    check_rail_round(world, new_rail_round(world, "uniform"))
 
 
 @pytest.mark.parametrize("num_channels", [1, 3, 8])
