@@ -83,6 +83,7 @@ class DeviceBackend:
     ) -> None:
         """Keep what every call needs."""
         self.combine_form = form
+        self.duplicates = duplicates
         self._duplicate = _DUPLICATE_CODES[duplicates]
         self._session = session
         self._module = session.module

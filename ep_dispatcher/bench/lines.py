@@ -44,7 +44,9 @@ def lines_of(outcome: Outcome, suite: str, sharing: str) -> Iterable[dict[str, A
         yield common | {"checked": False, "error": outcome.error}
         return
     common |= _shared_figures(outcome)
-    counts = count_rows(outcome.work, outcome.ranks[0]["wire"])
+    out, home = (outcome.ranks[0][name] for name in ("wire", "wire_home"))
+    outward = count_rows(outcome.work, out)
+    homeward = outward if home == out else count_rows(outcome.work, home)
     slowest = slowest_rank(outcome)
     plan_us = summarise_times(slowest["plan"])["median_us"] if "plan" in slowest else 0.0
     for phase in PHASES:
@@ -53,6 +55,7 @@ def lines_of(outcome: Outcome, suite: str, sharing: str) -> Iterable[dict[str, A
             fields: dict[str, Any] = common | {"phase": phase} | times
             fields |= _host_figures(outcome, phase)
             if phase in FORWARD + BACKWARD:
+                counts = outward if phase in FORWARD else homeward
                 fields |= _rate_figures(outcome, counts, phase, times["median_us"], plan_us)
             fields["rounds_us"] = [round(us, 2) for us in slowest[phase]]
             yield fields
@@ -88,6 +91,7 @@ def _shared_figures(outcome: Outcome) -> dict[str, Any]:
         "checked": True,
         "layout": ranks[0]["layout"],
         "wire": ranks[0]["wire"],
+        "wire_home": ranks[0]["wire_home"],
         "identity": ranks[0]["identity"],
         "max_error": max(rank["max_error"] for rank in ranks),
         "received_rows": [rank["received_rows"] for rank in ranks],

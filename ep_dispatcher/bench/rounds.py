@@ -35,7 +35,7 @@ class RankResult:
         max_error: see `Checker`.
         bit_equal: whether combine and its kin gave the reference tier's bits; None if not asked.
         identity: what ran here.
-        wire: scheme of what travels.
+        wire: scheme of what travels to the experts; `wire_home`: and back.
         layout: of what dispatch moves.
         received_rows: R without padding.
         memory: "peak_bytes" and "persistent_bytes", where known.
@@ -52,6 +52,7 @@ class RankResult:
     bit_equal: bool | None = None
     identity: dict[str, Any] = field(default_factory=dict)
     wire: str = ""
+    wire_home: str = ""
     layout: str = ""
     received_rows: int = 0
     memory: dict[str, int] = field(default_factory=dict)
@@ -100,6 +101,7 @@ class Runner:
             memory["persistent_bytes"] = max(held, 0) // self._sharing_ranks
         self.result.identity = asdict(session.identity())
         self.result.wire, self.result.layout = session.wire, session.layout
+        self.result.wire_home = session.wire_home
 
     def run(self) -> RankResult:
         """Check, warm up, time, check again.

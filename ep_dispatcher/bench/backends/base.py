@@ -95,7 +95,8 @@ class Session(Protocol):
 
     Attributes:
         layout: of what `dispatch` itself moves; rows handed to the caller are always expert-major.
-        wire: what travels, for the byte accounting.
+        wire: what travels to the experts, for the byte accounting.
+        wire_home: what travels back.
         persistent_bytes: device memory held while open, where the backend can say; else None.
         has_backward: whether the two backward calls exist.
         has_static_plan: whether `plan_static` exists.
@@ -103,6 +104,12 @@ class Session(Protocol):
 
     layout: Layout
     wire: Wire
+
+    @property
+    def wire_home(self) -> Wire:
+        """See above."""
+        ...
+
     persistent_bytes: int | None
     has_backward: bool
     has_static_plan: bool
@@ -157,6 +164,12 @@ class PlainSession:
     persistent_bytes: int | None = None
     has_backward = True
     has_static_plan = False
+    wire: Wire
+
+    @property
+    def wire_home(self) -> Wire:
+        """See `Session`: the same way back, unless a session says otherwise."""
+        return self.wire
 
     def plan_static(self, lap: Lap) -> None:
         """See `Session.plan_static`."""

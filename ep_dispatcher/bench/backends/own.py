@@ -46,7 +46,12 @@ class OwnSession:
             self._group = EPGroup.create(place.group, _config(work, tier))
         except EpError as error:
             raise Refused(str(error)) from error
-        self.wire: Wire = "deduplicated" if tier == "device" else "by_rank"
+        backend = self._group._open_backend()
+        copies_travel = getattr(backend, "duplicates", None) == "sender"
+        gathers = getattr(backend, "combine_form", None) == "gather"
+        plain: Wire = "deduplicated" if tier == "device" else "by_rank"
+        self.wire: Wire = "by_copy" if copies_travel else plain
+        self.wire_home: Wire = "by_copy" if gathers else plain
         sizes = persistent_bytes(self._group.config, self._group.topology, self._group.tier)  # type: ignore[arg-type]
         self.persistent_bytes: int | None = sizes["total"]
         self._static = _open_static(work, place, self._group.config) if tier == "device" else None
@@ -62,6 +67,7 @@ class OwnSession:
         form = getattr(backend, "combine_form", None)
         if form is not None:
             notes.append(f"combine {form}; its rows lie where empty_rows puts them")
+            notes.append(f"further copies made by the {backend.duplicates}")  # type: ignore[attr-defined]
         return Identity(
             classes=(class_name(self._group), class_name(backend)),
             files=(file_of(ep_dispatcher),),
