@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from torch import Tensor
 from ep_dispatcher.bench.backends.base import Lap, Place
 from ep_dispatcher.bench.backends.own import OwnSession
 from ep_dispatcher.bench.check import WrongResult
-from ep_dispatcher.bench.inputs import make_inputs
+from ep_dispatcher.bench.inputs import make_inputs, make_routing
+from ep_dispatcher.bench.launcher import Outcome
 from ep_dispatcher.bench.layer import Layer
+from ep_dispatcher.bench.lines import lines_of
 from ep_dispatcher.bench.page_data import phase_table, with_knobs
 from ep_dispatcher.bench.report import write_pages
+from ep_dispatcher.bench.rounds import RankResult
 from ep_dispatcher.bench.spec import Work
 from ep_dispatcher.bench.targets import judge
 from ep_dispatcher.bench.trace import read_trace
@@ -246,3 +250,16 @@ def test_what_routers_chose_in_training_is_replayed(tmp_path: Path) -> None:
 def first_entries(files: list[Path]) -> list[Tensor]:
     """The routing that each rank recorded first."""
     return [read_trace(file).entries[0] for file in files]
+
+
+def test_bytes_are_counted_for_what_travels_each_way() -> None:
+    """Two ranks, K=2 of 4 experts: copies that travel apart are more rows than sums of them."""
+    work = Work(ranks=2, num_tokens=64, hidden=16, num_topk=2, num_experts=4, dtype="float32")
+    result = asdict(RankResult(wire="by_copy", wire_home="by_rank", layout="expert_major"))
+    result["times_us"] = {"dispatch": [10.0] * 20, "combine": [10.0] * 20}
+    outcome = Outcome(backend="ep_dispatcher/device", work=work, ranks=(result, result))
+    sent = {found["phase"]: found["wire_bytes"] for found in lines_of(outcome, "s", "mps")}
+    chosen = [make_routing(work, rank) // 2 != rank for rank in range(2)]
+    assert sent["dispatch"] == sum(int(away.sum()) for away in chosen) * work.row_bytes / 2
+    assert sent["combine"] == sum(int(away.any(1).sum()) for away in chosen) * work.row_bytes / 2
+    assert sent["combine"] < sent["dispatch"]
