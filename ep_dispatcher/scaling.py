@@ -185,6 +185,7 @@ def plot(machine: Machine, rates: Rates, path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "scaling"  # the same file from the same numbers
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")

@@ -55,6 +55,7 @@ part_rails() { # one launch and processes; each test says what it needs
   compgen -G 'tests/test_rail*.py' >/dev/null || return 0
   start_mps || return
   check rails 300 "${TESTS[@]}" tests/test_rail*.py
+  check "doctor --nccl" 200 "${TESTS[@]}" tests/test_doctor_nccl.py
   stop_mps
 }
 
