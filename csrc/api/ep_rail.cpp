@@ -90,8 +90,7 @@ void check_call(Checker* check, const EpRailReturnArgs& args) {
   check->pointer("dst_rank", args.dst_rank, args.num_tokens > 0);
   check->range("dtype", domain.dtype, EP_BFLOAT16, EP_FLOAT32);
   check->range("exact", domain.exact, 0, 1);
-  check->range("segment_tokens", domain.segment_tokens, args.rail.max_tokens,
-               args.rail.max_tokens);
+  check->range("segment_tokens", domain.segment_tokens, args.rail.max_tokens, args.rail.max_tokens);
   const int element_bytes = domain.dtype == EP_FLOAT32 || domain.exact != 0 ? 4 : 2;
   check->range("bytes of a partial row", domain.hidden * element_bytes, 16,
                domain.context.shape.partial_bytes);

@@ -58,7 +58,7 @@ typedef struct EpRailLayout {
   int64_t topk_part_bytes;
   int64_t slot_bytes;
   int64_t total_bytes;
-  int32_t lanes;    /* channels towards each domain */
+  int32_t lanes; /* channels towards each domain */
   int32_t signals_per_domain;
   int32_t channels; /* of the net */
   int32_t reserved;
@@ -71,11 +71,11 @@ typedef struct EpRail {
   int32_t net;         /* EpNet */
   int32_t exact;       /* 1 if partial sums stay in fp32 while rows are shorter */
   int32_t reserved;
-  int64_t max_tokens;  /* the largest T of any rank: the length of a segment */
+  int64_t max_tokens; /* the largest T of any rank: the length of a segment */
   EpRailLayout layout;
-  const int32_t* expert_rank;  /* device [E]: owner among all P ranks */
-  const int32_t* expert_order; /* device [E]: experts by (owner, id) */
-  const int32_t* owner_first;  /* device [P + 1] */
+  const int32_t* expert_rank;      /* device [E]: owner among all P ranks */
+  const int32_t* expert_order;     /* device [E]: experts by (owner, id) */
+  const int32_t* owner_first;      /* device [P + 1] */
   void* rail_base[EP_MAX_DOMAINS]; /* loop, chaos: windows of the rail's ranks */
   void* chaos;                     /* chaos: ep_chaos_bytes of zeroed memory of this rank */
   uint64_t chaos_seed;

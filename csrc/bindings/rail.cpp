@@ -1,6 +1,4 @@
 // Python over the C ABI of the rails, in the manner of kernels.cpp.
-#include "bindings/kernels.h"
-
 #include <pybind11/stl.h>
 
 #include <stdexcept>
@@ -8,6 +6,7 @@
 #include <vector>
 
 #include "api/ep_rail.h"
+#include "bindings/kernels.h"
 
 namespace py = pybind11;
 
@@ -100,13 +99,12 @@ void bind_call(py::module_& module, const char* name, EpStatus (*one)(const Args
         check(one(&args, reinterpret_cast<void*>(stream)));
       },
       py::arg("args"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-  module.def(
-      (std::string(name) + "_world").c_str(),
-      [world](const std::vector<Args>& ranks, uintptr_t stream) {
-        check(world(ranks.data(), static_cast<int32_t>(ranks.size()),
-                    reinterpret_cast<void*>(stream)));
-      },
-      py::arg("ranks"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+  module.def((std::string(name) + "_world").c_str(),
+             [world](const std::vector<Args>& ranks, uintptr_t stream) {
+               check(world(ranks.data(), static_cast<int32_t>(ranks.size()),
+                           reinterpret_cast<void*>(stream)));
+             },
+             py::arg("ranks"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }
 
 // Arguments of a call that has those of its domain in front.

@@ -27,9 +27,9 @@ constexpr uint16_t kRailNoExpert = 0xffff;
 // Channels towards each other domain: every putting warp serves one domain only, so that a domain
 // that does not come delays nobody else's tokens.
 EP_HOST_DEVICE constexpr int32_t rail_lanes(int32_t num_domains, int32_t num_blocks) {
-  return num_domains < 2 ? 1
-                         : static_cast<int32_t>(
-                               max_of(1, num_blocks * EP_RAIL_WARPS / (num_domains - 1)));
+  return num_domains < 2
+             ? 1
+             : static_cast<int32_t>(max_of(1, num_blocks * EP_RAIL_WARPS / (num_domains - 1)));
 }
 
 // Tokens of a part: block b of the exchange carries tokens [b n, (b + 1) n).

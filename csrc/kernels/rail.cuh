@@ -5,14 +5,15 @@
 //             R2 signal (acquire) -> async-proxy fence -> bulk load of the record.
 //             R3 a landing slot is written in epoch e after its owner was seen to enter the dispatch
 //                of epoch e: its earlier kernels, the readers, have ended.
-//             R4 likewise a slot of `partials` and the entry into the return of epoch e.
+//             R4 likewise a slot of `partials`, and the entry into the return of epoch e.
 //             R5 a lane's staging slots are filled again once all puts that read them are sent: puts
 //                of a channel finish in any order, and a counter tells how many, not which. Sums are
 //                put from the landing area. All puts are sent when the kernel ends.
 //             R6 routing has two buffers by parity of the epoch, as in route O3.
-// Progress    Entries are signalled before anything is waited for. Putting warps wait for entries and
-//             for their own puts only. Forwarding waits for records, final sums for returned sums,
-//             and nobody who puts waits for them. So every wait ends once all ranks have entered.
+// Progress    Entries are signalled before anything is waited for. Putting warps wait for entries
+//             and for their own puts only. Forwarding waits for records, final sums for returned
+//             sums, and nobody who puts waits for them. So every wait ends once all ranks have
+//             entered; inside a domain the arguments of dispatch and combine hold.
 #pragma once
 
 #include "kernels/launch.cuh"
@@ -77,8 +78,7 @@ __device__ inline RailTask rail_task(const RailView& view, int rail_block) {
   const int lane = number / others;
   const int other = number % others;
   const int domain = other < view.me() ? other : other + 1;
-  const bool works =
-      static_cast<int>(threadIdx.x) / 32 < EP_RAIL_WARPS && lane < view.layout.lanes;
+  const bool works = static_cast<int>(threadIdx.x) / 32 < EP_RAIL_WARPS && lane < view.layout.lanes;
   return {works ? lane : -1, domain, rail_channel(view.rail, works ? lane : 0, domain), number};
 }
 

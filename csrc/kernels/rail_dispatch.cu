@@ -1,7 +1,6 @@
 // Instances of the rails' dispatch for nets on one GPU.
-#include "kernels/rail_dispatch.cuh"
-
 #include "core/rail_launch.h"
+#include "kernels/rail_dispatch.cuh"
 
 namespace ep {
 

@@ -1,8 +1,8 @@
 // dispatch over several domains: rows reach a domain once, and are stored from there.
 //
-// Data flow   send:    x[token], its weights --> staging --put--> landing slot of (own domain, token) at
-//                      the same-index rank of each domain that the token goes to; a signal for every
-//                      EP_RAIL_CHUNK_TOKENS tokens and lane.
+// Data flow   send:    x[token], its weights --> staging --put--> landing slot of (own domain,
+//                      token) at the same-index rank of each domain that the token goes to; a
+//                      signal for every EP_RAIL_CHUNK_TOKENS tokens.
 //             forward: the dispatch of dispatch.cu over virtual tokens, whose rows lie in x or in
 //                      landing slots, after the signal of their chunk.
 // Grid        blocks [0, C) forward, [C, C + R) send; with ChaosNet one more carries out its puts.
@@ -25,8 +25,8 @@ class RailRows {
                       Watch* watch)
       : args_(args), view_(view), net_(net), watch_(watch) {}
 
-  // Lane 0 gets the row once it is there; nullptr where the token goes to no rank of this domain, or
-  // the block has to leave.
+  // Lane 0 gets the row once it is there; nullptr where the token goes to no rank of this domain,
+  // or the block has to leave.
   __device__ const char* row(const Sender& sender, int64_t token) {
     const int32_t* ranks = args_.domain.plan.dst_rank + token * sender.num_topk;
     bool wanted = false;
@@ -66,8 +66,7 @@ class RailRows {
 
  private:
   __device__ const char* record(int segment, int64_t at) const {
-    return view_.local<char>(
-        view_.slot(view_.layout.landing, rail_area(view_.me(), segment), at));
+    return view_.local<char>(view_.slot(view_.layout.landing, rail_area(view_.me(), segment), at));
   }
 
   // R2: the token's chunk is there. Each lane asks for itself.
@@ -84,8 +83,7 @@ class RailRows {
           return net_.read_signal(segment, rail_signal_rows(lane),
                                   rail_channel(view_.rail, lane, view_.me()));
         },
-        view_.arrived(watch_->epoch, chunk),
-        view_.waiting_for(segment, EP_PHASE_RAIL_ROWS, lane));
+        view_.arrived(watch_->epoch, chunk), view_.waiting_for(segment, EP_PHASE_RAIL_ROWS, lane));
     known_ = here ? known : known_;
     return here;
   }
@@ -144,9 +142,8 @@ __device__ void send_records(const EpRailDispatchArgs& args, const RailView& vie
         return;
       }
       fill_record(args, view.local<char>(source), token);
-      net.put(task.domain,
-              view.slot(view.layout.landing, rail_area(task.domain, view.me()), token), source,
-              bytes, task.channel);
+      net.put(task.domain, view.slot(view.layout.landing, rail_area(task.domain, view.me()), token),
+              source, bytes, task.channel);
       puts.add();
       stage = (stage + 1) % EP_RAIL_STAGES;
     }
@@ -216,12 +213,11 @@ cudaError_t launch_rail_dispatch_on(const EpRailDispatchArgs* ranks, int num_ran
   const LaunchShape launch = {32 * (shape.warps + shape.duplicators), dispatch_shared_bytes(shape)};
   const int blocks =
       any.domain.context.shape.num_channels + any.rail.num_blocks + kWorkerBlocks<Net>;
-  return num_ranks == 1
-             ? launch_rail<EpRailDispatchArgs, 1>(rail_dispatch_kernel<Net, 1>, ranks, 1, blocks,
-                                                  launch, stream)
-             : launch_rail<EpRailDispatchArgs, EP_WORLD_RANKS>(
-                   rail_dispatch_kernel<Net, EP_WORLD_RANKS>, ranks, num_ranks, blocks, launch,
-                   stream);
+  return num_ranks == 1 ? launch_rail<EpRailDispatchArgs, 1>(rail_dispatch_kernel<Net, 1>, ranks, 1,
+                                                             blocks, launch, stream)
+                        : launch_rail<EpRailDispatchArgs, EP_WORLD_RANKS>(
+                              rail_dispatch_kernel<Net, EP_WORLD_RANKS>, ranks, num_ranks, blocks,
+                              launch, stream);
 }
 
 }  // namespace ep

@@ -1,17 +1,17 @@
 // The rails' part of a plan: two kernels before route.
 //
 // rail_exchange
-//   Data flow   topk_idx --16 bits a slot--> own part --put, signal--> the rail's other ranks; all D
-//               segments' parts -> virtual_topk, where experts outside this domain are -1, and the
-//               parts' histograms.
+//   Data flow   topk_idx --16 bits a slot--> own part --put, signal--> the rail's other ranks;
+//               all D segments' parts -> virtual_topk, where experts outside this domain are -1,
+//               and the parts' histograms.
 //   Grid        num_channels blocks; block b handles tokens [b n, (b + 1) n) of every segment.
 // rail_counts
-//   Data flow   histograms of own segments -> every peer of the domain (flags) -> counts of all ranks;
-//               from them the shifts of segments (route), the targets of own tokens anywhere, and
-//               whom to blame for a plan that must not be used.
+//   Data flow   histograms of own segments -> every peer of the domain (flags) -> counts of all
+//               ranks; from them the shifts of segments (route), the targets of own tokens anywhere,
+//               and whom to blame for a plan that must not be used.
 //   Grid        num_channels blocks; block b pushes segments b, b + C, ...
-// Ordering    R6, and R1, R2 for the parts (rail.cuh); counts as O1 and O2 of route, one flag for each
-//             (rank, segment).
+// Ordering    R6, and R1, R2 for the parts (rail.cuh); counts as O1 and O2 of route, one flag for
+//             each (rank, segment).
 // Why shifts  route orders a source's rows by (source of the domain, segment); the specification by
 //             (segment, source), as a rank's number is segment x L + source.
 #pragma once
@@ -41,7 +41,8 @@ struct ExchangeBlock {
 
   __device__ int64_t part_offset(int segment) const {
     const int64_t parity = static_cast<int64_t>(watch->epoch % 2);  // R6
-    const int64_t row = (parity * args.rail.num_domains + segment) * args.context.shape.num_channels;
+    const int64_t row =
+        (parity * args.rail.num_domains + segment) * args.context.shape.num_channels;
     return view.layout.topk + (row + channel) * view.layout.topk_part_bytes;
   }
   // Bytes of a part with tokens [first, min(end, num_tokens)).
@@ -253,8 +254,7 @@ __device__ inline void push_segments(const CountsBlock& block) {
       int total = 0;
       if (word < block.num_experts) {
         for (int part = 0; part < block.num_channels; ++part) {
-          total +=
-              counts[(int64_t{part} * block.num_domains + segment) * block.num_experts + word];
+          total += counts[(int64_t{part} * block.num_domains + segment) * block.num_experts + word];
         }
       } else {
         total = segment_word(block, segment, word - block.num_experts);
@@ -399,41 +399,47 @@ __device__ inline int own_expert(const CountsBlock& block, int64_t slot) {
   return id >= 0 && id < block.num_experts ? static_cast<int>(id) : -1;
 }
 
-// Gives this block's share of own slots their receivers and rows. One warp numbers the share, 32
-// slots at a time; all threads have counted what lies below it.
-__device__ inline void place_own(const CountsBlock& block) {
-  const EpRailPlanArgs& args = block.args;
-  const int64_t first = args.num_tokens * block.channel / block.num_channels * args.num_topk;
-  const int64_t end = args.num_tokens * (block.channel + 1) / block.num_channels * args.num_topk;
+// Counts this rank's copies of each expert in slots [0, end). All threads call it.
+__device__ inline void count_below(const CountsBlock& block, int64_t end) {
   for (int expert = threadIdx.x; expert < block.num_experts; expert += blockDim.x) {
     block.own_index[expert] = 0;
   }
   __syncthreads();
-  for (int64_t slot = threadIdx.x; slot < first; slot += blockDim.x) {
+  for (int64_t slot = threadIdx.x; slot < end; slot += blockDim.x) {
     const int expert = own_expert(block, slot);
     if (expert >= 0) {
       atomicAdd(block.own_index + expert, 1);
     }
   }
   __syncthreads();
-  if (threadIdx.x >= 32) {
-    return;
+}
+
+// Numbers this lane's copy among this rank's of the same expert. A whole warp calls; -1 has none.
+__device__ inline int number_copy(const CountsBlock& block, int expert) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const unsigned same = __match_any_sync(~0u, expert);
+  const int earlier = __popc(same & ((1u << lane) - 1));
+  const int index = expert >= 0 ? block.own_index[expert] : 0;
+  __syncwarp();
+  if (expert >= 0 && earlier == 0) {
+    block.own_index[expert] = index + __popc(same);
   }
-  const int lane = static_cast<int>(threadIdx.x);
-  for (int64_t base = first; base < end; base += 32) {
-    const int64_t slot = base + lane;
+  __syncwarp();
+  return index + earlier;
+}
+
+// Gives this block's share of own slots their receivers and rows: one warp, 32 slots at a time.
+__device__ inline void place_own(const CountsBlock& block) {
+  const EpRailPlanArgs& args = block.args;
+  const int64_t first = args.num_tokens * block.channel / block.num_channels * args.num_topk;
+  const int64_t end = args.num_tokens * (block.channel + 1) / block.num_channels * args.num_topk;
+  count_below(block, first);
+  for (int64_t base = first; base < end && threadIdx.x < 32; base += 32) {
+    const int64_t slot = base + static_cast<int64_t>(threadIdx.x);
     const int expert = slot < end ? own_expert(block, slot) : -1;
-    const unsigned same = __match_any_sync(~0u, expert);
-    const int earlier = __popc(same & ((1u << lane) - 1));
-    const int index = expert >= 0 ? block.own_index[expert] : 0;
-    __syncwarp();
-    if (expert >= 0 && earlier == 0) {
-      block.own_index[expert] = index + __popc(same);
-    }
-    __syncwarp();
+    const int copy = number_copy(block, expert);
     if (slot < end) {
-      const int64_t row =
-          expert >= 0 ? int64_t{block.row_base[expert]} + index + earlier : int64_t{-1};
+      const int64_t row = expert >= 0 ? int64_t{block.row_base[expert]} + copy : -1;
       const bool kept = expert >= 0 && (args.capacity_rows < 0 || row < args.capacity_rows);
       args.dst_rank[slot] = kept ? __ldg(args.rail.expert_rank + expert) : -1;
       args.dst_row[slot] = kept ? static_cast<int32_t>(row) : -1;

@@ -1,7 +1,6 @@
 // Instances of the rails' return of sums for nets on one GPU.
-#include "kernels/rail_return.cuh"
-
 #include "core/rail_launch.h"
+#include "kernels/rail_return.cuh"
 
 namespace ep {
 

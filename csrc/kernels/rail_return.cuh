@@ -1,8 +1,8 @@
-// combine over several domains, after ep_combine: sums of a domain go back home and are added there.
+// combine over several domains, after ep_combine: a domain's sums go home and are added there.
 //
 // Data flow   return: landing slot of (home domain, token), the domain's sum and gradients --put-->
 //                     slot of (own domain, token) in the home's `partials`; a signal for every
-//                     EP_RAIL_CHUNK_TOKENS tokens and lane.
+//                     EP_RAIL_CHUNK_TOKENS tokens.
 //             final:  own sum and the other domains', domains ascending, in fp32 --> out[token].
 // Grid        blocks [0, R) return, [R, R + C) final; with ChaosNet one more carries out its puts.
 // Ordering, progress: rail.cuh.
@@ -129,8 +129,7 @@ class FinalSum {
             return net_.read_signal(lane_, rail_signal_sums(view_.layout, lane),
                                     rail_channel(view_.rail, lane, view_.me()));
           },
-          view_.arrived(watch_->epoch, chunk),
-          view_.waiting_for(lane_, EP_PHASE_RAIL_SUMS, lane));
+          view_.arrived(watch_->epoch, chunk), view_.waiting_for(lane_, EP_PHASE_RAIL_SUMS, lane));
       known_ = here ? chunk : known_;
     }
     here = __all_sync(~0u, here);
@@ -230,8 +229,8 @@ __global__ void __launch_bounds__(kReturnThreads)
     rail_return_kernel(const __grid_constant__ World<EpRailReturnArgs, kRanks> world) {
   __shared__ Watch watch;
   const EpRailReturnArgs& any = world.rank[0];
-  const int blocks = any.domain.context.shape.num_channels + any.rail.num_blocks +
-                     (Net::kNeedsWorker ? 1 : 0);
+  const int blocks =
+      any.domain.context.shape.num_channels + any.rail.num_blocks + (Net::kNeedsWorker ? 1 : 0);
   rail_return_block<Net, kDtype, kExact>(world.rank[rank_of_block<kRanks>(blocks)],
                                          static_cast<int>(blockIdx.x) % blocks, &watch);
 }
@@ -239,15 +238,15 @@ __global__ void __launch_bounds__(kReturnThreads)
 template <class Net, EpDtype kDtype, bool kExact>
 cudaError_t launch_return(const EpRailReturnArgs* ranks, int num_ranks, cudaStream_t stream) {
   const EpRailReturnArgs& any = ranks[0];
-  const int blocks = any.domain.context.shape.num_channels + any.rail.num_blocks +
-                     (Net::kNeedsWorker ? 1 : 0);
+  const int blocks =
+      any.domain.context.shape.num_channels + any.rail.num_blocks + (Net::kNeedsWorker ? 1 : 0);
   const LaunchShape shape = {kReturnThreads, 0};
-  return num_ranks == 1 ? launch_rail<EpRailReturnArgs, 1>(
-                              rail_return_kernel<Net, kDtype, kExact, 1>, ranks, 1, blocks, shape,
-                              stream)
-                        : launch_rail<EpRailReturnArgs, EP_WORLD_RANKS>(
-                              rail_return_kernel<Net, kDtype, kExact, EP_WORLD_RANKS>, ranks,
-                              num_ranks, blocks, shape, stream);
+  return num_ranks == 1
+             ? launch_rail<EpRailReturnArgs, 1>(rail_return_kernel<Net, kDtype, kExact, 1>, ranks,
+                                                1, blocks, shape, stream)
+             : launch_rail<EpRailReturnArgs, EP_WORLD_RANKS>(
+                   rail_return_kernel<Net, kDtype, kExact, EP_WORLD_RANKS>, ranks, num_ranks,
+                   blocks, shape, stream);
 }
 
 template <class Net>

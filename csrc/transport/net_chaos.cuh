@@ -17,9 +17,9 @@ struct ChaosOp {
 };
 
 struct ChaosRing {
-  uint64_t posted;    // operations
-  uint64_t taken;     // operations before which all are carried out
-  uint64_t sent;      // puts carried out
+  uint64_t posted;     // operations
+  uint64_t taken;      // operations before which all are carried out
+  uint64_t sent;       // puts carried out
   uint64_t done_mask;  // of operations after `taken`: bit i mod 32
   ChaosOp op[kChaosRing];
 };
@@ -67,8 +67,8 @@ class ChaosNet : public LoopNet {
     const uint64_t expected = control()->expected + static_cast<uint64_t>(producers);
     const int warps = static_cast<int>(blockDim.x) / 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    uint64_t state = rail_.chaos_seed * 0x9e3779b97f4a7c15ull + watch.epoch * 0x2545f4914f6cdd1dull +
-                     static_cast<uint64_t>(warp + 1);
+    uint64_t state = rail_.chaos_seed * 0x9e3779b97f4a7c15ull +
+                     watch.epoch * 0x2545f4914f6cdd1dull + static_cast<uint64_t>(warp + 1);
     constexpr uint64_t kGraceNs = 1'000'000'000;
     for (bool ending = false;;) {
       bool busy = false;
@@ -133,8 +133,8 @@ class ChaosNet : public LoopNet {
       const bool weak = mutated(context_, Mutation::kRailWeakSignal);
       choices = weak ? first : ((puts & (first - 1)) == 0 ? puts | first : puts);
     }
-    const int pick = static_cast<int>(
-        __fns(choices, 0, static_cast<int>(draw(state) % static_cast<uint32_t>(__popc(choices))) + 1));
+    const int pick = static_cast<int>(__fns(
+        choices, 0, static_cast<int>(draw(state) % static_cast<uint32_t>(__popc(choices))) + 1));
     carry_out(from, taken + static_cast<uint64_t>(pick));
     advance(from, taken, posted, done, pick);
     return true;
