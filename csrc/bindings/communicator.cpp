@@ -66,10 +66,9 @@ void bind_rails(py::module_& module) {
                              [](const Rails& rails) {
                                return reinterpret_cast<uintptr_t>(rails.handle().device_comm);
                              })
-      .def_property_readonly("window",
-                             [](const Rails& rails) {
-                               return reinterpret_cast<uintptr_t>(rails.handle().window);
-                             })
+      .def_property_readonly(
+          "window",
+          [](const Rails& rails) { return reinterpret_cast<uintptr_t>(rails.handle().window); })
       .def_property_readonly("num_contexts",
                              [](const Rails& rails) { return rails.handle().num_contexts; })
       .def("close", &Rails::close, Unlocked())
