@@ -129,8 +129,9 @@ def side_bytes(
     """[P] fp64, bytes that dispatch sends beside the rows: addresses and weights, not payload.
 
     Inside a domain: a header word a message; a row number and a weight (4 bytes each) a copy.
-    Across domains: one record a message with 8 bytes a slot (expert, index, weight) and 8 for its
-    source, whatever the number of copies, so that one put carries it.
+    Across domains: one record a message with the weights of all slots (4 bytes each), whatever the
+    number of copies, so that one put carries it; its place there says which token it is, and the
+    plan, which has brought the routing, where it goes.
 
     Args:
         messages: deduplicated.
@@ -140,11 +141,11 @@ def side_bytes(
         direction: send or receive.
 
     Example: K=2, that of `source_traffic`, sent by rank 0: inside 4 + 2 * 8 = 20, across
-        2 * (2 * 8 + 8) = 48.
+        2 * (2 * 4) = 16.
     """
     num_messages = messages.rows_per_rank(link, direction)
     if link == "across":
-        return num_messages * (8 * num_topk + 8)
+        return num_messages * 4 * num_topk
     return num_messages * 4 + copies.rows_per_rank(link, direction) * 8
 
 

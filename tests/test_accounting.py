@@ -180,7 +180,7 @@ def test_side_bytes_example() -> None:
     found = {(int(a), int(b)): int(copies.rows[a, b]) for a, b in copies.rows.nonzero()}
     assert found == {(0, 1): 2, (0, 2): 3, (2, 3): 2}
     assert side_bytes(messages, copies, 2, "inside", "send").tolist() == [20, 0, 24, 0]
-    assert side_bytes(messages, copies, 2, "across", "send").tolist() == [48, 0, 0, 0]
+    assert side_bytes(messages, copies, 2, "across", "send").tolist() == [16, 0, 0, 0]
 
 
 @given(world=worlds())
