@@ -1,6 +1,5 @@
 """Builds the native module where nvcc and NCCL's headers are found; pure Python elsewhere."""
 
-import functools
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ from setuptools.command.build_ext import build_ext
 
 OLDEST_NCCL = (2, 30, 7)
 FOLDERS = ("api", "bindings", "core", "kernels", "transport")  # of csrc; the rest is for tests
+NEED_NO_NCCL = ("csrc/api/", "csrc/kernels/")  # their objects serve all versions of it
 FLAGS = ("-std=c++17", "-O3", "-lineinfo", "-cudart=static", "-Icsrc")
 HOST_FLAGS = "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Werror"
 ARCHITECTURES = ("arch=compute_90,code=sm_90", "arch=compute_100,code=[sm_100,compute_100]")
@@ -46,16 +46,23 @@ class BuildNative(build_ext):
         import pybind11
 
         nccl, version = find_nccl()
-        folders = (nccl, pybind11.get_include(), sysconfig.get_path("include"))
+        folders = (pybind11.get_include(), sysconfig.get_path("include"))
         nvcc = [find_nvcc() or "nvcc", *FLAGS, HOST_FLAGS]
         nvcc += [f"-isystem={folder}" for folder in folders]
         nvcc += [f"-gencode={architecture}" for architecture in ARCHITECTURES]
-        kept = "{}-nccl-{}.{}.{}".format(sysconfig.get_config_var("SOABI"), *version)
-        objects = Path("build", kept)
+        kept = Path("build", str(sysconfig.get_config_var("SOABI")))
+        with_nccl = ([*nvcc, f"-isystem={nccl}"], kept / "nccl-{}.{}.{}".format(*version))
         target = self.get_ext_fullpath(ext.name)
         self.mkpath(os.path.dirname(target))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            built = [*pool.map(functools.partial(self.compile_one, nvcc, objects), ext.sources)]
+            built = [
+                *pool.map(
+                    lambda source: self.compile_one(
+                        *((nvcc, kept) if source.startswith(NEED_NO_NCCL) else with_nccl), source
+                    ),
+                    ext.sources,
+                )
+            ]
         self.spawn([*nvcc, "-o", target, *built, *LINK_FLAGS])
 
     def compile_one(self, nvcc: list[str], objects: Path, source: str) -> str:
