@@ -3,12 +3,12 @@
 // Ordering    N1 to N4 are the net's promises (transport/net.cuh).
 //             R1 record: stores into staging -> __syncwarp -> put -> signal of its chunk.
 //             R2 signal (acquire) -> async-proxy fence -> bulk load of the record.
-//             R3 a landing slot is written in epoch e after its owner was seen to enter the dispatch
-//                of epoch e: its earlier kernels, the readers, have ended.
+//             R3 a landing slot is written in epoch e after its owner was seen to enter that
+//                epoch's dispatch: its earlier kernels, the readers, have ended.
 //             R4 likewise a slot of `partials`, and the entry into the return of epoch e.
-//             R5 a lane's staging slots are filled again once all puts that read them are sent: puts
-//                of a channel finish in any order, and a counter tells how many, not which. Sums are
-//                put from the landing area. All puts are sent when the kernel ends.
+//             R5 a lane's staging slots are filled again once all puts that read them are sent:
+//                puts of a channel finish in any order, and a counter tells how many, not which.
+//                Sums are put from the landing area. All puts are sent when the kernel ends.
 //             R6 routing has two buffers by parity of the epoch, as in route O3.
 // Progress    Entries are signalled before anything is waited for. Putting warps wait for entries
 //             and for their own puts only. Forwarding waits for records, final sums for returned

@@ -7,8 +7,8 @@
 //   Grid        num_channels blocks; block b handles tokens [b n, (b + 1) n) of every segment.
 // rail_counts
 //   Data flow   histograms of own segments -> every peer of the domain (flags) -> counts of all
-//               ranks; from them the shifts of segments (route), the targets of own tokens anywhere,
-//               and whom to blame for a plan that must not be used.
+//               ranks; from them the shifts of segments (route), the targets of own tokens
+//               anywhere, and whom to blame for a plan that must not be used.
 //   Grid        num_channels blocks; block b pushes segments b, b + C, ...
 // Ordering    R6, and R1, R2 for the parts (rail.cuh); counts as O1 and O2 of route, one flag for
 //             each (rank, segment).

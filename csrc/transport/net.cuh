@@ -9,7 +9,8 @@
 //   read_signal(domain, number, channel)
 //       acquires; signals from `domain` so far, which it posted over `channel` (N3).
 //   sent(channel)
-//       puts of the channel so far whose sources have been read (N4); `posted` counts them.
+//       puts of the channel so far whose sources have been read (N4): how many, not which, as they
+//       may pass each other.
 //   tell(domain, offset)
 //       stores our word at `offset` to the same place there; ordered with nothing. One thread.
 // Signals and counters only grow: a CUDA graph can replay.
