@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
-from ep_dispatcher import EpConfig, MoeShape, Placement, Topology, Tuning
+from ep_dispatcher import (
+    EpConfig,
+    MoeShape,
+    Placement,
+    Topology,
+    Tuning,
+    UnavailableError,
+    device_session,
+)
 from ep_dispatcher.rail_memory import rail_blocks, segment_tokens
 from ep_dispatcher.rails import DomainView, owner_tables
 
@@ -63,3 +73,18 @@ def test_segments_hold_the_longest_rank() -> None:
     assert segment_tokens(config(), rails) == 10
     assert segment_tokens(config(max_tokens=0), rails) == 1
     assert segment_tokens(config(max_tokens=0), single) == 0
+
+
+def test_auto_leaves_several_domains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The communicator is closed, and the reason tells how to ask for the rails."""
+    closed = []
+    communicator = types.SimpleNamespace(
+        properties=lambda: types.SimpleNamespace(num_domains=2),
+        close=lambda: closed.append(True),
+    )
+    monkeypatch.setattr(device_session, "_refuse_threads", lambda collectives: None)
+    monkeypatch.setattr(device_session, "open_communicator", lambda collectives: communicator)
+    monkeypatch.setattr(device_session, "Reasons", lambda collectives: None)
+    with pytest.raises(UnavailableError, match="only where tier is 'device'"):
+        device_session.open_session(None, config(), Placement.even(8, 4))  # type: ignore[arg-type]
+    assert closed == [True]
