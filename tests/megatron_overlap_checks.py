@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from megatron_checks import layout, make_layer, make_tokens
 from torch import Tensor
@@ -129,11 +130,9 @@ def check_delayed_weight_gradients() -> None:
         layer.config.overlap_dispatch_backward_with_experts_wgrad = True
         layer.experts.backward_dw = lambda: calls.append("weights")
         out, _ = layer(make_tokens())
-        ops.DispatchRows.backward = staticmethod(seen)
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops.DispatchRows, "backward", staticmethod(seen))
             out.sum().backward()
-        finally:
-            ops.DispatchRows.backward = staticmethod(combine)
     assert calls == ["dispatch backward", "weights"] * 3, calls
 
 
