@@ -17,7 +17,7 @@ from ep_dispatcher import native
 from ep_dispatcher.agreement import gather_json
 from ep_dispatcher.collectives import Collectives
 from ep_dispatcher.communicator import Reasons, open_communicator, topology_from
-from ep_dispatcher.config import EpConfig, Topology
+from ep_dispatcher.config import EpConfig
 from ep_dispatcher.device_memory import OutputPool, heap_bytes_of
 from ep_dispatcher.errors import EpTimeoutError, UnavailableError
 from ep_dispatcher.plan import Placement
@@ -176,18 +176,17 @@ def open_session(collectives: Collectives, config: EpConfig, placement: Placemen
     _refuse_threads(collectives)
     communicator = open_communicator(collectives)
     num_domains = communicator.properties().num_domains
-    if num_domains > 1 and config.tier == "auto":
+    if num_domains > 1 and not config.untested_rails:
         communicator.close()
         raise UnavailableError(
-            f"NCCL sees {num_domains} NVLink domains; the rails between them have not been run "
-            "over a network yet, so they are taken only where tier is 'device'"
+            f"NCCL sees {num_domains} NVLink domains; the rails between them have not been seen to "
+            "work over GIN yet: take tier 'reference', or set untested_rails to try them"
         )
     topology = topology_from(num_domains, collectives.size, config.virtual_domain_size)
     domain = DomainView(topology, placement, collectives.rank)
     arena, rails = None, None
     module = native.load()
     with reasons:
-        _refuse_untested(topology, config)
         control_bytes = control_bytes_of(module, config, domain)
         control_bytes = -(-control_bytes // _HEAP_ALIGNMENT_BYTES) * _HEAP_ALIGNMENT_BYTES
         arena = module.Arena(communicator, control_bytes, heap_bytes_of(config, topology))
@@ -217,14 +216,6 @@ def _refuse_threads(collectives: Collectives) -> None:
     told = gather_json(collectives, [socket.gethostname(), os.getpid()])
     if len({tuple(place) for place in told}) < collectives.size:
         raise UnavailableError("ranks are threads of one process; give each its own process")
-
-
-def _refuse_untested(topology: Topology, config: EpConfig) -> None:
-    if topology.num_domains > 1 and not config.untested_rails:
-        raise UnavailableError(
-            f"{topology.num_domains} NVLink domains need rails over GIN, which have not been seen to "
-            "work yet; set untested_rails to try them, or take tier 'reference'"
-        )
 
 
 def _pinned(num_bytes: int) -> Tensor:

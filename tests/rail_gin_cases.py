@@ -25,7 +25,9 @@ class RailCase(Case):
 
     def config(self, tier: str) -> EpConfig:
         """The config of a group of that tier."""
-        return dataclasses.replace(super().config(tier), virtual_domain_size=self.domain_size)
+        return dataclasses.replace(
+            super().config(tier), virtual_domain_size=self.domain_size, untested_rails=True
+        )
 
 
 def rounds_differ_on(

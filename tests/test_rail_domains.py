@@ -75,7 +75,7 @@ def test_segments_hold_the_longest_rank() -> None:
     assert segment_tokens(config(max_tokens=0), single) == 0
 
 
-def test_auto_leaves_several_domains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_domains_are_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The communicator is closed, and the reason tells how to ask for the rails."""
     closed = []
     communicator = types.SimpleNamespace(
@@ -85,6 +85,6 @@ def test_auto_leaves_several_domains_alone(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(device_session, "_refuse_threads", lambda collectives: None)
     monkeypatch.setattr(device_session, "open_communicator", lambda collectives: communicator)
     monkeypatch.setattr(device_session, "Reasons", lambda collectives: None)
-    with pytest.raises(UnavailableError, match="only where tier is 'device'"):
+    with pytest.raises(UnavailableError, match="set untested_rails"):
         device_session.open_session(None, config(), Placement.even(8, 4))  # type: ignore[arg-type]
     assert closed == [True]
