@@ -20,10 +20,9 @@ __device__ __forceinline__ int rank_of_block(int num_channels) {
   return kRanks == 1 ? 0 : static_cast<int>(blockIdx.x) / num_channels;
 }
 
-// Reads the epoch that this launch has and sets the deadline of its waits. All threads call it; the
-// last one reads, as the first have more to fetch when a kernel starts.
+// Reads the epoch that this launch has and sets the deadline of its waits. All threads call it.
 __device__ inline void begin_launch(const EpContext& context, KernelId kernel, Watch* watch) {
-  if (threadIdx.x == blockDim.x - 1) {
+  if (threadIdx.x == 0) {
     const Peers peers(context);
     const LocalControl* local = peers.at<LocalControl>(context.ep_rank, context.window.local);
     watch->epoch = load_relaxed_sys(&local->epoch[kernel]) + 1;

@@ -32,7 +32,6 @@ __device__ bool grid_barrier(const RouteBlock& block) {
     store_release_gpu(&control->grid_flag[block.channel], block.watch->epoch);  // O4
   }
   const bool skip = mutated(context, Mutation::kRouteSkipGrid);
-#pragma unroll 1
   for (int other = threadIdx.x; !skip && other < block.num_channels; other += blockDim.x) {
     wait_until(context, block.watch, &control->grid_flag[other], block.watch->epoch,
                {context.ep_rank, EP_PHASE_ROUTE_GRID, other});
@@ -46,7 +45,6 @@ __device__ void push_counts(const RouteBlock& block) {
   const EpContext& context = block.context;
   const int32_t* counts = block.local<int32_t>(context.window.block_counts);
   const int num_words = block.num_bins + EP_COUNTS_EXTRA;
-#pragma unroll 1
   for (int bin = threadIdx.x; bin < num_words; bin += blockDim.x) {
     int lower = 0;
     int total = 0;
@@ -61,7 +59,6 @@ __device__ void push_counts(const RouteBlock& block) {
     } else {
       total = extra_word(block, bin - block.num_bins);
     }
-#pragma unroll 1
     for (int peer = block.channel; peer < block.num_ranks; peer += block.num_channels) {
       block.counts_of(peer, context.ep_rank)[bin] = total;
     }
@@ -72,7 +69,6 @@ __device__ void push_counts(const RouteBlock& block) {
 // Per-warp counts of a tile become the first index of each warp for each bin.
 __device__ void prefix_over_warps(const RouteBlock& block) {
   __syncthreads();
-#pragma unroll 1
   for (int bin = threadIdx.x; bin < block.num_bins; bin += blockDim.x) {
     int32_t* entry = block.shared.warp_first + bin;
     int count[kRouteWarps];
@@ -91,23 +87,10 @@ __device__ void prefix_over_warps(const RouteBlock& block) {
   __syncthreads();
 }
 
-// Lanes of this warp whose value is this lane's, which is at least 0. One vote a bit: faster than
-// __match_any_sync where most values differ.
-__device__ unsigned lanes_with(int value, int bits) {
-  unsigned same = __ballot_sync(~0u, value >= 0);
-#pragma unroll 1
-  for (int bit = 0; bit < bits; ++bit) {
-    const bool set = (value >> bit & 1) != 0;
-    const unsigned votes = __ballot_sync(~0u, set);
-    same &= set ? votes : ~votes;
-  }
-  return same;
-}
-
 // Numbers this lane's slot among those of its warp with the same bin; -1 takes no part.
-__device__ int number_in_warp(int32_t* warp_counts, int bin, int bits) {
+__device__ int number_in_warp(int32_t* warp_counts, int bin) {
   const int lane = threadIdx.x % 32;
-  const unsigned same = lanes_with(bin, bits);
+  const unsigned same = __match_any_sync(~0u, bin);
   const int earlier = __popc(same & ((1u << lane) - 1));
   const int base = bin >= 0 ? warp_counts[bin] : 0;
   __syncwarp();
@@ -123,13 +106,10 @@ __device__ int number_in_warp(int32_t* warp_counts, int bin, int bits) {
 __device__ void number_tile(const RouteBlock& block, int64_t tile_slot, int tile_slots) {
   const int warp = threadIdx.x / 32;
   int32_t* warp_counts = block.shared.warp_first + warp * block.num_bins;
-#pragma unroll 1
   for (int bin = threadIdx.x % 32; bin < block.num_bins; bin += 32) {
     warp_counts[bin] = 0;
   }
   __syncwarp();
-  const int expert_bits = bits_for(block.num_experts);
-  const int rank_bits = bits_for(block.num_ranks);
   int index[kSlotsPerThread];
   int record[kSlotsPerThread];
   Slot choice[kSlotsPerThread];
@@ -137,9 +117,9 @@ __device__ void number_tile(const RouteBlock& block, int64_t tile_slot, int tile
   for (int i = 0; i < kSlotsPerThread; ++i) {
     const int slot = (warp * kSlotsPerThread + i) * 32 + threadIdx.x % 32;
     choice[i] = slot < tile_slots ? read_slot(block, slot) : Slot{-1, -1, false};
-    index[i] = number_in_warp(warp_counts, choice[i].expert, expert_bits);
-    record[i] = number_in_warp(warp_counts + block.num_experts,
-                               choice[i].opens_record ? choice[i].rank : -1, rank_bits);
+    index[i] = number_in_warp(warp_counts, choice[i].expert);
+    record[i] = number_in_warp(warp_counts,
+                               choice[i].opens_record ? block.num_experts + choice[i].rank : -1);
   }
   prefix_over_warps(block);
 #pragma unroll
@@ -158,11 +138,9 @@ __device__ void number_tile(const RouteBlock& block, int64_t tile_slot, int tile
 
 // Numbers the slots of all tiles; leaves the block's counts for the others of this rank.
 __device__ void number_block(const RouteBlock& block, TileIds ids) {
-#pragma unroll 1
   for (int bin = threadIdx.x; bin < block.num_bins; bin += blockDim.x) {
     block.shared.running[bin] = 0;
   }
-#pragma unroll 1
   for (int64_t slot = block.first_slot; slot < block.end_slot; slot += block.tile_slots()) {
     const int slots = block.slots_at(slot);
     load_tile(block, ids, slot, slots);
@@ -174,7 +152,6 @@ __device__ void number_block(const RouteBlock& block, TileIds ids) {
   }
   __syncthreads();
   int32_t* counts = block.local<int32_t>(block.context.window.block_counts);
-#pragma unroll 1
   for (int bin = threadIdx.x; bin < block.num_bins; bin += blockDim.x) {
     counts[block.channel * block.num_bins + bin] = block.shared.running[bin];
   }
@@ -182,7 +159,6 @@ __device__ void number_block(const RouteBlock& block, TileIds ids) {
 
 // Writes each slot's part of its record into the staging area of the record's rank.
 __device__ void push_records(const RouteBlock& block, int64_t tile_token, int tile_slots) {
-#pragma unroll 1
   for (int slot = threadIdx.x; slot < tile_slots; slot += blockDim.x) {
     const int rank = block.shared.slot_rank[slot];
     if (rank < 0) {
@@ -212,7 +188,6 @@ __device__ void push_records(const RouteBlock& block, int64_t tile_token, int ti
 }
 
 __device__ void push_tiles(const RouteBlock& block) {
-#pragma unroll 1
   for (int64_t slot = block.first_slot; slot < block.end_slot; slot += block.tile_slots()) {
     const int slots = block.slots_at(slot);
     if (!block.one_tile()) {
@@ -224,7 +199,6 @@ __device__ void push_tiles(const RouteBlock& block) {
 
 __device__ void publish(const RouteBlock& block) {
   __syncthreads();
-#pragma unroll 1
   for (int peer = threadIdx.x; peer < block.num_ranks; peer += blockDim.x) {
     fence_sys();  // O1
     store_relaxed_sys(block.flag_of(peer), block.watch->epoch);
@@ -235,7 +209,6 @@ __device__ bool wait_for_peers(const RouteBlock& block) {
   const EpContext& context = block.context;
   const uint64_t* flags = block.local<uint64_t>(context.window.route_flag);
   const int words = block.num_ranks * block.num_channels;
-#pragma unroll 1
   for (int word = threadIdx.x; word < words; word += blockDim.x) {
     if (!mutated(context, Mutation::kRouteSkipWait)) {
       wait_until(context, block.watch, flags + word, block.watch->epoch,  // O2

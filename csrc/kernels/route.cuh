@@ -1,7 +1,4 @@
-// route, shared pieces: what a block knows and where it keeps it.
-//
-// Loops are not unrolled unless loads should be in flight together: a plan runs once between other
-// kernels, so its code is fetched from memory, and less code is faster (docs/performance.md).
+// route, shared pieces: what a block knows, where it keeps it, and the steps after the exchange.
 #pragma once
 
 #include "core/window_layout.h"
@@ -110,10 +107,6 @@ struct RouteBlock {
   // Whether all slots of the block stay in shared memory from the first step to the last.
   __device__ bool one_tile() const { return end_slot - first_slot <= tile_slots(); }
   __device__ uint32_t index_mask() const { return (1u << index_bits) - 1; }
-  // Rows at or past it are dropped; a row number is below it where there is no capacity.
-  __device__ uint32_t row_limit() const {
-    return args.capacity_rows < 0 ? ~0u : static_cast<uint32_t>(args.capacity_rows);
-  }
   __device__ int tile_slots() const { return tile_tokens * num_topk; }
   __device__ int slots_at(int64_t slot) const {
     return static_cast<int>(min_of(tile_slots(), end_slot - slot));
@@ -184,7 +177,6 @@ __device__ inline int owner_local(const RouteBlock& block, int expert) {
 // Brings the tables of experts into shared memory. A __syncthreads must follow.
 __device__ inline void load_tables(const RouteBlock& block) {
   const EpContext& context = block.context;
-#pragma unroll 1
   for (int expert = threadIdx.x; expert < block.num_experts; expert += blockDim.x) {
     const int rank = __ldg(context.expert_rank + expert);
     const int local = __ldg(context.expert_local + expert);
@@ -192,16 +184,15 @@ __device__ inline void load_tables(const RouteBlock& block) {
     block.shared.owner[expert] = static_cast<uint32_t>(rank) << 16 | static_cast<uint32_t>(local);
     block.shared.order[expert] = order;
   }
-#pragma unroll 1
   for (int rank = threadIdx.x; rank <= block.num_ranks; rank += blockDim.x) {
     block.shared.owner_first[rank] = __ldg(context.owner_first + rank);
   }
 }
 
-// An id outside [-1, E) is noted and counts as dropped. Out of line, as it is rare.
-static __device__ __noinline__ void note_bad_slot(LocalControl* control, uint64_t epoch,
-                                                  int64_t slot) {
-  const uint64_t note = epoch << kBadSlotBits | (kBadSlotMask - slot);
+// An id outside [-1, E) is noted and counts as dropped.
+__device__ inline void note_bad_slot(const RouteBlock& block, int64_t slot) {
+  LocalControl* control = block.local<LocalControl>(block.context.window.local);
+  const uint64_t note = block.watch->epoch << kBadSlotBits | (kBadSlotMask - slot);
   atomicMax(reinterpret_cast<unsigned long long*>(&control->bad_slot), note);
 }
 
@@ -216,8 +207,7 @@ __device__ inline void load_tile(const RouteBlock& block, const TileIds& ids, in
       const int64_t id = ids.expert[i];
       const bool valid = id >= 0 && id < block.num_experts;
       if (!valid && id != -1) {
-        note_bad_slot(block.local<LocalControl>(block.context.window.local), block.watch->epoch,
-                      tile_slot + slot);
+        note_bad_slot(block, tile_slot + slot);
       }
       const int expert = valid ? static_cast<int>(id) : -1;
       block.shared.slot_expert[slot] = expert;
@@ -230,7 +220,6 @@ __device__ inline void load_tile(const RouteBlock& block, const TileIds& ids, in
 __device__ __forceinline__ Slot read_slot(const RouteBlock& block, int slot) {
   const int rank = block.shared.slot_rank[slot];
   bool opens = rank >= 0;
-#pragma unroll 1
   for (int lower = slot / block.num_topk * block.num_topk; lower < slot; ++lower) {
     opens = opens && block.shared.slot_rank[lower] != rank;
   }
@@ -275,7 +264,6 @@ __device__ inline void keep_slot(const RouteBlock& block, int64_t tile_slot, int
 // Brings back what keep_slot has kept of a tile.
 __device__ inline void reload_tile(const RouteBlock& block, int64_t tile_slot, int tile_slots) {
   load_tile(block, fetch_tile(block, tile_slot, tile_slots), tile_slot, tile_slots);
-#pragma unroll 1
   for (int slot = threadIdx.x; slot < tile_slots; slot += blockDim.x) {
     const int expert = block.shared.slot_expert[slot];
     const uint64_t pair = block.args.plan.contributor[tile_slot + slot];

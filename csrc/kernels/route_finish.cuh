@@ -11,7 +11,6 @@ __device__ inline uint32_t block_exclusive_sum(uint32_t value, uint32_t* warp_su
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   uint32_t inclusive = value;
-#pragma unroll 1
   for (int step = 1; step < 32; step *= 2) {
     const uint32_t below = __shfl_up_sync(~0u, inclusive, step);
     inclusive += lane >= step ? below : 0;
@@ -23,7 +22,6 @@ __device__ inline uint32_t block_exclusive_sum(uint32_t value, uint32_t* warp_su
   __syncthreads();
   uint32_t before = 0;
   uint32_t sum = 0;
-#pragma unroll 1
   for (int other = 0; other < kRouteWarps; ++other) {
     before += other < warp ? warp_sums[other] : 0;
     sum += warp_sums[other];
@@ -45,7 +43,6 @@ __device__ inline ExpertTotals expert_totals(const RouteBlock& block, int expert
   const bool mine = owner_rank(block, expert) == me;
   const int local = owner_local(block, expert);
   ExpertTotals totals{0, 0};
-#pragma unroll 1
   for (int first = 0; first < block.num_ranks; first += kCountsAtOnce) {
     uint32_t count[kCountsAtOnce];
 #pragma unroll
@@ -76,13 +73,11 @@ __device__ inline void scan_records(const RouteBlock& block) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int me = block.context.ep_rank;
   int carried = 0;
-#pragma unroll 1
   for (int first = 0; first < block.num_ranks; first += 32) {
     const int source = first + lane;
     const int own =
         source < block.num_ranks ? __ldcg(block.counts_of(me, source) + block.num_experts + me) : 0;
     int inclusive = own;
-#pragma unroll 1
     for (int step = 1; step < 32; step *= 2) {
       const int below = __shfl_up_sync(~0u, inclusive, step);
       inclusive += lane >= step ? below : 0;
@@ -104,7 +99,6 @@ __device__ inline void scan_experts(const RouteBlock& block) {
   if (threadIdx.x / 32 == kRouteWarps - 1) {
     scan_records(block);
   }
-#pragma unroll 1
   for (int first = 0; first < block.num_experts; first += blockDim.x) {
     const int place = first + static_cast<int>(threadIdx.x);
     const bool valid = place < block.num_experts;
@@ -131,14 +125,12 @@ __device__ inline uint32_t local_offset(const RouteBlock& block, int local) {
 
 // Adds the first rows of experts on their owners to what counts from there.
 __device__ inline void anchor_rows(const RouteBlock& block) {
-#pragma unroll 1
   for (int place = threadIdx.x; place < block.num_experts; place += blockDim.x) {
     const int expert = block.shared.order[place];
     const int start = block.shared.owner_first[owner_rank(block, expert)];
     block.shared.row_base[expert] += block.shared.offset[place] - block.shared.offset[start];
   }
   const int entries = block.context.num_local_experts * block.num_ranks;
-#pragma unroll 1
   for (int entry = threadIdx.x; entry < entries; entry += blockDim.x) {
     block.shared.local_base[entry] += local_offset(block, entry / block.num_ranks);
   }
@@ -160,7 +152,6 @@ __device__ inline int64_t demand_rows(const RouteBlock& block) {
 __device__ inline int refused_rank(const RouteBlock& block) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   int refused = block.num_ranks;
-#pragma unroll 1
   for (int source = lane; source < block.num_ranks; source += 32) {
     const int32_t* extra = block.counts_of(block.context.ep_rank, source) + block.num_bins;
     if (__ldcg(extra + 1) != block.args.alignment || __ldcg(extra + 2) != 0) {
@@ -182,7 +173,6 @@ __device__ inline void fill_mailbox(const RouteBlock& block, int64_t demand, int
   EpMailbox* mailbox = block.args.mailbox;
   const bool always = block.args.only_refusals == 0;
   auto* experts = reinterpret_cast<volatile int64_t*>(mailbox + 1);
-#pragma unroll 1
   for (int local = threadIdx.x; always && local < block.context.num_local_experts;
        local += blockDim.x) {
     experts[local] = kept_rows(block, local, capacity);
@@ -216,7 +206,6 @@ __device__ inline void write_layout(const RouteBlock& block) {
   if (block.args.mailbox != nullptr) {
     fill_mailbox(block, demand, capacity);
   }
-#pragma unroll 1
   for (int local = threadIdx.x; local < block.context.num_local_experts; local += blockDim.x) {
     const int64_t offset = min_of(local_offset(block, local), capacity);
     const int64_t padded = align_up(block.shared.local_total[local], block.args.alignment);
@@ -224,7 +213,6 @@ __device__ inline void write_layout(const RouteBlock& block) {
     plan.tokens_per_expert[local] = kept_rows(block, local, capacity);
     plan.padded_tokens_per_expert[local] = min_of(padded, capacity - offset);
   }
-#pragma unroll 1
   for (int source = threadIdx.x; source < block.num_ranks; source += blockDim.x) {
     plan.source_tokens[source] =
         __ldcg(block.counts_of(block.context.ep_rank, source) + block.num_bins);
@@ -240,7 +228,6 @@ __device__ inline void write_layout(const RouteBlock& block) {
 __device__ inline void copy_counts(const RouteBlock& block) {
   const int total = block.num_ranks * block.num_experts;
   const int step = static_cast<int>(blockDim.x) * block.num_channels;
-#pragma unroll 1
   for (int at = block.channel * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
        at < total; at += step) {
     const int source = at / block.num_experts;
@@ -252,7 +239,6 @@ __device__ inline void copy_counts(const RouteBlock& block) {
 // The contributor word of a slot, and its place in its token's list; place -1: it adds nothing.
 struct Contribution {
   int place;
-  int num_pairs;  // of the token
   uint64_t word;
 };
 
@@ -262,51 +248,42 @@ __device__ inline Contribution contribution(const RouteBlock& block, int slot) {
   const int pair = block.shared.slot_pair[slot];
   const int first = slot / block.num_topk * block.num_topk;
   int lower = 0;
-  int pairs = 0;
   bool kept = false;
   for (int other = first; other < first + block.num_topk; ++other) {
     const int other_rank = block.shared.slot_rank[other];
-    const bool opens = block.shared.slot_pair[other] >= 0;
-    pairs += opens ? 1 : 0;
-    lower += opens && other_rank < rank ? 1 : 0;
+    lower += block.shared.slot_pair[other] >= 0 && other_rank < rank ? 1 : 0;
     kept = kept || (other_rank == rank && block.shared.slot_entry[other] != ~0u);
   }
   const int record = pair < 0 ? 0 : pair + block.shared.lower[block.num_experts + rank];
   const uint64_t word = static_cast<uint64_t>(record) << kContributorRecordShift |
                         (kept ? 0 : kContributorVoid) | static_cast<uint64_t>(rank);
-  return {pair < 0 ? -1 : lower, pairs, word};
+  return {pair < 0 ? -1 : lower, word};
 }
 
-// How much later than its source's other rows those of a token's segment start, by expert; wraps at
-// 2^32. Null where tokens have no segments.
-__device__ inline const int32_t* segment_shifts(const RouteBlock& block, int source,
-                                                uint32_t token) {
+// How much later than its source's other rows those of a token's segment start; wraps at 2^32.
+__device__ inline uint32_t segment_shift(const RouteBlock& block, int source, int64_t token,
+                                         int expert) {
   const EpRouteArgs& args = block.args;
   if (args.segment_shift == nullptr) {
-    return nullptr;
+    return 0;
   }
-  const auto tokens = static_cast<uint32_t>(args.segment_tokens);
-  const uint32_t segments = static_cast<uint32_t>(block.context.shape.max_tokens) / tokens;
-  return args.segment_shift + int64_t{source * segments + token / tokens} * block.num_experts;
-}
-
-__device__ inline uint32_t shift_of(const int32_t* shifts, int expert) {
-  return shifts == nullptr ? 0 : static_cast<uint32_t>(__ldg(shifts + expert));
+  const int64_t segments = block.context.shape.max_tokens / args.segment_tokens;
+  const int64_t row = source * segments + token / args.segment_tokens;
+  return static_cast<uint32_t>(__ldg(args.segment_shift + row * block.num_experts + expert));
 }
 
 // Gives the slots of a tile their rows: `slot_entry` becomes the row, ~0 where it is dropped.
 __device__ inline void place_tile(const RouteBlock& block, int64_t tile_slot, int tile_slots) {
   const EpPlan& plan = block.args.plan;
-#pragma unroll 1
   for (int slot = threadIdx.x; slot < tile_slots; slot += blockDim.x) {
     const int expert = block.shared.slot_expert[slot];
     uint32_t row = ~0u;
     if (expert >= 0) {
       row = block.shared.row_base[expert] + (block.shared.slot_entry[slot] & block.index_mask()) +
-            shift_of(
-                segment_shifts(block, block.context.ep_rank, (tile_slot + slot) / block.num_topk),
-                expert);
-      row = row < block.row_limit() ? row : ~0u;
+            segment_shift(block, block.context.ep_rank, (tile_slot + slot) / block.num_topk, expert);
+      if (block.args.capacity_rows >= 0 && int64_t{row} >= block.args.capacity_rows) {
+        row = ~0u;
+      }
     }
     block.shared.slot_entry[slot] = row;
     plan.dst_rank[tile_slot + slot] = row == ~0u ? -1 : block.shared.slot_rank[slot];
@@ -318,14 +295,17 @@ __device__ inline void place_tile(const RouteBlock& block, int64_t tile_slot, in
 __device__ inline void write_contributors(const RouteBlock& block, int64_t tile_slot,
                                           int tile_slots) {
   uint64_t* list = block.args.plan.contributor + tile_slot;
-#pragma unroll 1
   for (int slot = threadIdx.x; slot < tile_slots; slot += blockDim.x) {
     const int first = slot / block.num_topk * block.num_topk;
     const Contribution mine = contribution(block, slot);
     if (mine.place >= 0) {
       list[first + mine.place] = mine.word;
     }
-    if (slot - first >= mine.num_pairs) {
+    int pairs = 0;
+    for (int other = first; other < first + block.num_topk; ++other) {
+      pairs += block.shared.slot_pair[other] >= 0 ? 1 : 0;
+    }
+    if (slot - first >= pairs) {
       list[slot] = kNoContributor;
     }
   }
@@ -333,7 +313,6 @@ __device__ inline void write_contributors(const RouteBlock& block, int64_t tile_
 }
 
 __device__ inline void place_tiles(const RouteBlock& block) {
-#pragma unroll 1
   for (int64_t slot = block.first_slot; slot < block.end_slot; slot += block.tile_slots()) {
     const auto slots = static_cast<int>(min_of(block.tile_slots(), block.end_slot - slot));
     if (!block.one_tile()) {
@@ -367,14 +346,12 @@ __device__ inline Entries read_entries(const uint32_t* from, int left) {
 }
 
 // Writes the rows of one received record; returns how many lie below the capacity.
-__device__ inline int place_record(const RouteBlock& block, int record, int source, uint32_t header,
-                                   const uint32_t* from, Entries entries) {
+__device__ inline int place_record(const RouteBlock& block, int record, int source,
+                                   uint32_t header, const uint32_t* from, Entries entries) {
   const auto rows = static_cast<int>(header & kRecordRowsMask);
   const int first_expert = block.shared.owner_first[block.context.ep_rank];
-  const int32_t* shifts = segment_shifts(block, source, header >> kRecordRowsBits);
-  int32_t* const list = block.args.plan.record_row + int64_t{record} * block.record_stride;
-  int32_t* to = list;
-#pragma unroll 1
+  int32_t* to = block.args.plan.record_row + int64_t{record} * block.record_stride;
+  int kept = 0;
   for (int first = 0; first < rows; first += kEntriesAtOnce) {
     if (first > 0) {
       entries = read_entries(from + first, block.record_stride - first);
@@ -386,14 +363,15 @@ __device__ inline int place_record(const RouteBlock& block, int record, int sour
         const uint32_t local = entry >> block.index_bits;
         const uint32_t row = block.shared.local_base[local * block.num_ranks + source] +
                              (entry & block.index_mask()) +
-                             shift_of(shifts, block.shared.order[first_expert + local]);
-        if (row < block.row_limit()) {
-          *to++ = static_cast<int32_t>(row);
+                             segment_shift(block, source, header >> kRecordRowsBits,
+                                           block.shared.order[first_expert + local]);
+        if (block.args.capacity_rows < 0 || int64_t{row} < block.args.capacity_rows) {
+          to[kept++] = static_cast<int32_t>(row);
         }
       }
     }
   }
-  return static_cast<int>(to - list);
+  return kept;
 }
 
 // A record of `source` starts every chunk between its predecessor's and its own; the end of the
@@ -401,7 +379,6 @@ __device__ inline int place_record(const RouteBlock& block, int record, int sour
 __device__ inline void mark_chunks(const RouteBlock& block, int record, int source, int before,
                                    int own) {
   int32_t* first = block.args.plan.chunk_first + source * chunk_stride(block.context.shape);
-#pragma unroll 1
   for (int chunk = before + 1; chunk <= own; ++chunk) {
     first[chunk] = record;
   }
@@ -443,7 +420,6 @@ __device__ inline void place_records(const RouteBlock& block) {
     return;
   }
   int source = 0;
-#pragma unroll 1
   for (int item = (block.channel - idle) * threads + static_cast<int>(threadIdx.x); item < total;
        item += threads * (block.num_channels - idle)) {
     while (item >= block.shared.record_first[source + 1] + source + 1) {
