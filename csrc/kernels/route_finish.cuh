@@ -279,8 +279,9 @@ __device__ inline void place_tile(const RouteBlock& block, int64_t tile_slot, in
     const int expert = block.shared.slot_expert[slot];
     uint32_t row = ~0u;
     if (expert >= 0) {
-      row = block.shared.row_base[expert] + (block.shared.slot_entry[slot] & block.index_mask()) +
-            segment_shift(block, block.context.ep_rank, (tile_slot + slot) / block.num_topk, expert);
+      row =
+          block.shared.row_base[expert] + (block.shared.slot_entry[slot] & block.index_mask()) +
+          segment_shift(block, block.context.ep_rank, (tile_slot + slot) / block.num_topk, expert);
       if (block.args.capacity_rows >= 0 && int64_t{row} >= block.args.capacity_rows) {
         row = ~0u;
       }
@@ -346,8 +347,8 @@ __device__ inline Entries read_entries(const uint32_t* from, int left) {
 }
 
 // Writes the rows of one received record; returns how many lie below the capacity.
-__device__ inline int place_record(const RouteBlock& block, int record, int source,
-                                   uint32_t header, const uint32_t* from, Entries entries) {
+__device__ inline int place_record(const RouteBlock& block, int record, int source, uint32_t header,
+                                   const uint32_t* from, Entries entries) {
   const auto rows = static_cast<int>(header & kRecordRowsMask);
   const int first_expert = block.shared.owner_first[block.context.ep_rank];
   int32_t* to = block.args.plan.record_row + int64_t{record} * block.record_stride;
