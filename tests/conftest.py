@@ -1,8 +1,11 @@
-"""Markers become skips that say what is missing; Hypothesis profiles."""
+"""Markers become skips that say what is missing; Hypothesis profiles; the loopback plugin."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,3 +35,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"needs {needed} GPU(s); torch sees {found} here")
     if item.get_closest_marker("multinode") is not None and "SLURM_JOB_ID" not in os.environ:
         pytest.skip("needs several hosts joined by RDMA; runs inside a SLURM job only")
+
+
+@pytest.fixture(scope="session")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Path of the loopback plugin for GIN: the one that the environment names, or built here."""
+    built = os.environ.get("LOOPBACK_RMA_PLUGIN")
+    if built is not None:
+        return built
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to build the loopback plugin with")
+    path = tmp_path_factory.mktemp("plugin") / "libloopback_rma.so"
+    subprocess.run([Path(__file__).parents[1] / "scripts/build_loopback_rma.sh", path], check=True)
+    return str(path)

@@ -173,3 +173,13 @@ def new_round(world: OneGpuWorld, kind: str = "duplicates", seed: int = 0, **opt
     tokens = [shape.max_tokens - 3 * rank for rank in range(shape.ep_size)]
     routing = routing_of(kind, tokens, shape.num_topk, shape.num_experts, seed)
     return make_round(world, routing, seed=seed, **options)
+
+
+def fails(check: Callable[[], None]) -> bool:
+    """Whether a comparison finds a difference, once all kernels have ended."""
+    torch.cuda.synchronize()
+    try:
+        check()
+    except AssertionError:
+        return True
+    return False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -154,19 +153,6 @@ def test_a_topology_that_cannot_be_is_refused(
 
 
 # --- with a GPU: NCCL's own GIN over the plugin ---
-
-
-@pytest.fixture(scope="module")
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A built plugin."""
-    built = os.environ.get("LOOPBACK_RMA_PLUGIN")
-    if built is not None:
-        return built
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ to build the loopback plugin with")
-    path = tmp_path_factory.mktemp("plugin") / "libloopback_rma.so"
-    subprocess.run([ROOT / "scripts/build_loopback_rma.sh", path], check=True)
-    return str(path)
 
 
 def run_doctor(plugin: str | None, ranks: int, domain_size: int, **variables: str) -> Any:  # noqa: ANN401

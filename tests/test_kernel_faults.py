@@ -7,7 +7,7 @@ matters, and must see wrong data.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from kernel_world import (
     check_sums,
     combine,
     dispatch,
+    fails,
     new_round,
     new_world,
     route,
@@ -120,15 +121,6 @@ def _warm_world(**sizes: object) -> OneGpuWorld:
     return world
 
 
-def _fails(check: Callable[[], None]) -> bool:
-    torch.cuda.synchronize()
-    try:
-        check()
-    except AssertionError:
-        return True
-    return False
-
-
 @pytest.mark.parametrize("mutation", [0, 1, 2])
 def test_route_needs_its_flag_order_and_its_wait(mutation: int) -> None:
     """Claims O1 and O2 of route; mutation 0 is the control that must pass."""
@@ -138,7 +130,7 @@ def test_route_needs_its_flag_order_and_its_wait(mutation: int) -> None:
     failures = []
     for work in works:
         plans = route(world, work)
-        failures.append(_fails(lambda: check_plans(world, work, plans)))  # noqa: B023
+        failures.append(fails(lambda: check_plans(world, work, plans)))  # noqa: B023
     assert any(failures) == (mutation != 0)
 
 
@@ -156,7 +148,7 @@ def test_route_needs_two_buffers(mutation: int) -> None:
     with world.rank_streams(4) as streams:
         for call in calls:
             world.launch_on(streams, "route", call)
-    failed = _fails(lambda: check_plans(world, works[0], plans[0]))
+    failed = fails(lambda: check_plans(world, works[0], plans[0]))
     assert failed == (mutation != 0)
 
 
@@ -167,7 +159,7 @@ def test_route_needs_its_grid_barrier(mutation: int) -> None:
     _mutate(world, mutation)
     work = new_round(world, "skewed", seed=1)
     plans = route(world, work)
-    assert _fails(lambda: check_plans(world, work, plans)) == (mutation != 0)
+    assert fails(lambda: check_plans(world, work, plans)) == (mutation != 0)
 
 
 @pytest.mark.parametrize("mutation", [16, 15])
@@ -181,7 +173,7 @@ def test_dispatch_needs_its_stages_to_be_read_before_they_are_loaded(mutation: i
     work = new_round(world, "uniform")
     plans = route(world, work)
     _mutate(world, mutation)
-    assert _fails(lambda: check_rows(work, dispatch(world, work, plans))) == (mutation == 15)
+    assert fails(lambda: check_rows(work, dispatch(world, work, plans))) == (mutation == 15)
 
 
 def _rows_at_the_end_of_each_kernel(
@@ -210,7 +202,7 @@ def test_dispatch_needs_its_flag_order_and_its_last_wait(mutation: int) -> None:
     work = new_round(world, "uniform")
     _mutate(world, mutation)
     copies = _rows_at_the_end_of_each_kernel(world, work)
-    assert _fails(lambda: check_rows(work, copies)) == (mutation != 0)
+    assert fails(lambda: check_rows(work, copies)) == (mutation != 0)
 
 
 @pytest.mark.parametrize("mutation", [0, 14])
@@ -221,7 +213,7 @@ def test_further_copies_need_the_progress_of_the_sender(mutation: int) -> None:
     plans = route(world, work)
     _mutate(world, mutation)
     outputs = dispatch(world, work, plans, duplicate=1)
-    assert _fails(lambda: check_rows(work, outputs)) == (mutation != 0)
+    assert fails(lambda: check_rows(work, outputs)) == (mutation != 0)
 
 
 @pytest.mark.parametrize("mutation", [0, 13])
@@ -233,7 +225,7 @@ def test_dispatch_needs_its_entry(mutation: int) -> None:
     dispatch(world, work, plans, shift_bytes=0)
     _mutate(world, mutation)
     outputs = dispatch(world, work, plans, shift_bytes=4096)
-    assert _fails(lambda: check_rows(work, outputs)) == (mutation != 0)
+    assert fails(lambda: check_rows(work, outputs)) == (mutation != 0)
 
 
 @pytest.mark.parametrize("mutation", [0, 21, 22, 23])
@@ -246,7 +238,7 @@ def test_combine_needs_its_flag_order_its_wait_and_its_credits(mutation: int) ->
     for context in world.contexts:
         context.test_delay_us //= 10  # it stalls at every row
     sums = combine(world, work, plans)
-    assert _fails(lambda: check_sums(work, sums)) == (mutation != 0)
+    assert fails(lambda: check_sums(work, sums)) == (mutation != 0)
 
 
 @pytest.mark.parametrize("mutation", [0, 24])
@@ -269,4 +261,4 @@ def test_combine_needs_its_entry(mutation: int) -> None:
     with world.rank_streams(4) as streams:
         for call in calls:
             world.launch_on(streams, "combine", call)
-    assert _fails(lambda: check_sums(works[0], sums[0])) == (mutation != 0)
+    assert fails(lambda: check_sums(works[0], sums[0])) == (mutation != 0)

@@ -7,12 +7,11 @@ must see wrong data; mutation 0 is the control that must pass.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from kernel_world import check_plans, check_rows, check_sums
+from kernel_world import check_plans, check_rows, check_sums, fails
 from rail_cases import (
     WORLDS,
     check_rail_round,
@@ -150,15 +149,6 @@ def _mutate(world: RailWorld, mutation: int) -> None:
         context.test_delay_us = LATE_US if rank == LATE_RANK else 0
 
 
-def _fails(check: Callable[[], None]) -> bool:
-    torch.cuda.synchronize()
-    try:
-        check()
-    except AssertionError:
-        return True
-    return False
-
-
 @pytest.mark.parametrize("mutation", [0, 49, 50])
 def test_a_plan_needs_its_waits(mutation: int) -> None:
     failed = []
@@ -167,7 +157,7 @@ def test_a_plan_needs_its_waits(mutation: int) -> None:
         work = new_rail_round(world, kind, seed)
         _mutate(world, mutation)
         plans = rail_plan(world, work)
-        failed.append(_fails(lambda: check_plans(world, work, plans)))  # noqa: B023
+        failed.append(fails(lambda: check_plans(world, work, plans)))  # noqa: B023
     assert any(failed) == (mutation != 0)
 
 
@@ -184,7 +174,7 @@ def test_dispatch_needs_what_orders_its_records(mutation: int) -> None:
         torch.cuda.synchronize()
         _mutate(world, mutation)
         rows = rail_dispatch(world, work, plans)
-        failed.append(_fails(lambda: check_rows(work, rows)))  # noqa: B023
+        failed.append(fails(lambda: check_rows(work, rows)))  # noqa: B023
     assert any(failed) == (mutation != 0)
 
 
@@ -200,7 +190,7 @@ def test_the_return_needs_what_orders_its_sums(mutation: int) -> None:
         torch.cuda.synchronize()
         _mutate(world, mutation)
         sums = rail_combine(world, work, plans)
-        failed.append(_fails(lambda: check_sums(work, sums)))  # noqa: B023
+        failed.append(fails(lambda: check_sums(work, sums)))  # noqa: B023
     assert any(failed) == (mutation != 0)
 
 
@@ -247,7 +237,7 @@ def test_dispatch_needs_the_entry_of_the_other_domain(mutation: int) -> None:
     got = [
         (x[:size], weights[:size]) for (x, weights), size in zip(copies, works[0].rows, strict=True)
     ]
-    assert _fails(lambda: check_rows(works[0], got)) == (mutation != 0)
+    assert fails(lambda: check_rows(works[0], got)) == (mutation != 0)
 
 
 @pytest.mark.parametrize("mutation", [0, 48])
@@ -269,4 +259,4 @@ def test_the_return_needs_the_entry_of_the_home(mutation: int) -> None:
         for domains, returns in calls:
             world.launch_on(streams, "combine", domains)
             world.launch_on(streams, "rail_return", returns)
-    assert _fails(lambda: check_sums(works[0], results[0])) == (mutation != 0)
+    assert fails(lambda: check_sums(works[0], results[0])) == (mutation != 0)

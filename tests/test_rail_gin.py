@@ -6,9 +6,6 @@ and MPS, so that the ranks' kernels run at the same time. LOOPBACK_RMA_PLUGIN ma
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,19 +21,6 @@ LATE = {"LOOPBACK_RMA_DELAY_US": "200", "LOOPBACK_RMA_REORDER": "1", "LOOPBACK_R
 NETWORKS = pytest.mark.parametrize("network", [{}, LATE], ids=["plain", "late and reordered"])
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module")
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A built plugin."""
-    built = os.environ.get("LOOPBACK_RMA_PLUGIN")
-    if built is not None:
-        return built
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ to build the loopback plugin with")
-    path = tmp_path_factory.mktemp("plugin") / "libloopback_rma.so"
-    subprocess.run([ROOT / "scripts/build_loopback_rma.sh", path], check=True)
-    return str(path)
 
 
 class Domains:

@@ -9,8 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from memory_cases import make_config
 
-from ep_dispatcher.config import EpConfig, MoeShape, Precision, Topology, Tuning
+from ep_dispatcher.config import Topology
 from ep_dispatcher.memory import (
     RING_DEPTH,
     partial_bytes,
@@ -44,24 +45,6 @@ int main() {
   }
 }
 """
-
-
-def make_config(
-    *,
-    hidden: int = 7168,
-    num_topk: int = 8,
-    num_experts: int = 256,
-    max_tokens: int = 4096,
-    num_sms: int = 16,
-    precision: Precision = "rounded",
-) -> EpConfig:
-    """The usual layer, with changes."""
-    return EpConfig(
-        shape=MoeShape(hidden=hidden, num_topk=num_topk, num_experts=num_experts),
-        max_tokens_per_rank=max_tokens,
-        precision=precision,
-        tuning=Tuning(num_sms=num_sms),
-    )
 
 
 CASES = [

@@ -18,24 +18,6 @@ namespace ep {
 namespace {
 
 // A pointer member as an integer.
-template <class Struct, class Pointee>
-void pointer(py::class_<Struct>& type, const char* name, Pointee* Struct::* member) {
-  type.def_property(
-      name, [member](const Struct& self) { return reinterpret_cast<uintptr_t>(self.*member); },
-      [member](Struct& self, uintptr_t value) {
-        self.*member = reinterpret_cast<Pointee*>(value);
-      });
-}
-
-void check(EpStatus status) {
-  if (status == EP_INVALID_ARGUMENT) {
-    throw std::invalid_argument(ep_last_error());
-  }
-  if (status != EP_OK) {
-    throw std::runtime_error(ep_last_error());
-  }
-}
-
 void bind_window(py::module_& module) {
   py::class_<EpWindowShape>(module, "WindowShape", py::module_local())
       .def(py::init([](int ep_size, int num_experts, int num_topk, int num_channels, int ring_depth,

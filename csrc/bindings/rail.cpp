@@ -13,24 +13,6 @@ namespace py = pybind11;
 namespace ep {
 namespace {
 
-template <class Struct, class Pointee>
-void pointer(py::class_<Struct>& type, const char* name, Pointee* Struct::* member) {
-  type.def_property(
-      name, [member](const Struct& self) { return reinterpret_cast<uintptr_t>(self.*member); },
-      [member](Struct& self, uintptr_t value) {
-        self.*member = reinterpret_cast<Pointee*>(value);
-      });
-}
-
-void check(EpStatus status) {
-  if (status == EP_INVALID_ARGUMENT) {
-    throw std::invalid_argument(ep_last_error());
-  }
-  if (status != EP_OK) {
-    throw std::runtime_error(ep_last_error());
-  }
-}
-
 EpRail make_rail(const EpContext& context, int num_domains, int domain, int num_blocks,
                  int64_t max_tokens, bool exact, int net) {
   EpRail rail{};
