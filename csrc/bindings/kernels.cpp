@@ -17,7 +17,6 @@ namespace py = pybind11;
 namespace ep {
 namespace {
 
-// A pointer member as an integer.
 void bind_window(py::module_& module) {
   py::class_<EpWindowShape>(module, "WindowShape", py::module_local())
       .def(py::init([](int ep_size, int num_experts, int num_topk, int num_channels, int ring_depth,
@@ -126,23 +125,6 @@ py::class_<Args> bind_args(py::module_& module, const char* name) {
       .def_readwrite("context", &Args::context)
       .def_readwrite("plan", &Args::plan);
   return type;
-}
-
-template <class Args>
-void bind_call(py::module_& module, const char* name, EpStatus (*one)(const Args*, void*),
-               EpStatus (*world)(const Args*, int32_t, void*)) {
-  module.def(
-      name,
-      [one](const Args& args, uintptr_t stream) {
-        check(one(&args, reinterpret_cast<void*>(stream)));
-      },
-      py::arg("args"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-  module.def((std::string(name) + "_world").c_str(),
-             [world](const std::vector<Args>& ranks, uintptr_t stream) {
-               check(world(ranks.data(), static_cast<int32_t>(ranks.size()),
-                           reinterpret_cast<void*>(stream)));
-             },
-             py::arg("ranks"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_calls(py::module_& module) {

@@ -2,9 +2,12 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstdint>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "api/ep_dispatcher.h"
 
@@ -31,6 +34,26 @@ inline void check(EpStatus status) {
   if (status != EP_OK) {
     throw std::runtime_error(ep_last_error());
   }
+}
+
+// A call for one rank as `name`, and for all ranks of one launch as `name`_world.
+template <class Args>
+void bind_call(pybind11::module_& module, const char* name, EpStatus (*one)(const Args*, void*),
+               EpStatus (*world)(const Args*, int32_t, void*)) {
+  module.def(
+      name,
+      [one](const Args& args, uintptr_t stream) {
+        check(one(&args, reinterpret_cast<void*>(stream)));
+      },
+      pybind11::arg("args"), pybind11::arg("stream"),
+      pybind11::call_guard<pybind11::gil_scoped_release>());
+  module.def((std::string(name) + "_world").c_str(),
+             [world](const std::vector<Args>& ranks, uintptr_t stream) {
+               check(world(ranks.data(), static_cast<int32_t>(ranks.size()),
+                           reinterpret_cast<void*>(stream)));
+             },
+             pybind11::arg("ranks"), pybind11::arg("stream"),
+             pybind11::call_guard<pybind11::gil_scoped_release>());
 }
 
 }  // namespace ep

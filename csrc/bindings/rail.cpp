@@ -72,23 +72,6 @@ void bind_rail_types(py::module_& module) {
   pointer(rail, "gin_window", &EpRail::gin_window);
 }
 
-template <class Args>
-void bind_call(py::module_& module, const char* name, EpStatus (*one)(const Args*, void*),
-               EpStatus (*world)(const Args*, int32_t, void*)) {
-  module.def(
-      name,
-      [one](const Args& args, uintptr_t stream) {
-        check(one(&args, reinterpret_cast<void*>(stream)));
-      },
-      py::arg("args"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-  module.def((std::string(name) + "_world").c_str(),
-             [world](const std::vector<Args>& ranks, uintptr_t stream) {
-               check(world(ranks.data(), static_cast<int32_t>(ranks.size()),
-                           reinterpret_cast<void*>(stream)));
-             },
-             py::arg("ranks"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-}
-
 // Arguments of a call that has those of its domain in front.
 template <class Args, class Domain>
 void bind_args(py::module_& module, const char* name) {

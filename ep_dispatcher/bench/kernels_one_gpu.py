@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ep_dispatcher.bench.one_gpu import KernelPlan, OneGpuWorld, WorldShape, load_kernels
 from ep_dispatcher.bench.one_gpu_spec import Round, assert_same_bits, make_round
-from ep_dispatcher.bench.results import ResultLog, summarise_times
+from ep_dispatcher.bench.results import ResultLog, log_of_module, summarise_times
 from ep_dispatcher.memory import RING_DEPTH
 from ep_dispatcher.routing import RoutingSpec, make_topk_idx
 
@@ -179,7 +179,7 @@ class Bench:
 
 
 def time_rounds_us(call: Callable[[], None], rounds: int, sweep: Tensor) -> list[float]:
-    """Event times of `call`, each after a write of `sweep`; warm-up rounds left out."""
+    """Event times of `call`, each after a read of `sweep`; warm-up rounds left out."""
     events = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         for _ in range(rounds + _WARM_UP)
@@ -229,9 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ring-depth", type=int, default=RING_DEPTH)
     parser.add_argument("--kernels", default="ep_kernels", help="module to time")
     options = parser.parse_args(arguments)
-    command = ["python", "-m", "ep_dispatcher.bench.kernels_one_gpu", *(arguments or sys.argv[1:])]
-    log = options.out and ResultLog(
-        options.out, [options.out.name if word == str(options.out) else word for word in command]
+    log = log_of_module(
+        options.out, "ep_dispatcher.bench.kernels_one_gpu", arguments or sys.argv[1:]
     )
     kernels = load_kernels(options.kernels)
     ceiling = copy_rate_gbps()

@@ -21,7 +21,7 @@ from ep_dispatcher.bench.kernels_one_gpu import time_rounds_us
 from ep_dispatcher.bench.one_gpu import WorldShape, load_kernels
 from ep_dispatcher.bench.one_gpu_spec import assert_same_bits, make_round
 from ep_dispatcher.bench.rail_world import RailWorld
-from ep_dispatcher.bench.results import ResultLog, summarise_times
+from ep_dispatcher.bench.results import ResultLog, log_of_module, summarise_times
 from ep_dispatcher.routing import RoutingSpec, make_topk_idx
 
 _SWEEP_BYTES = 256 << 20  # several times the L2
@@ -120,7 +120,7 @@ class RailBench:
             assert_same_bits("recv_x", recv_x, self.work.recv_x[rank])
 
     def check_sums(self) -> None:
-        """Compare the sums of the last round with those of the first two roundings by domain.
+        """Compare the sums of the last round with the specification.
 
         Raises:
             AssertionError: a bit differs.
@@ -158,10 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of each rank")
     parser.add_argument("--kernels", default="ep_kernels", help="module to time")
     options = parser.parse_args(arguments)
-    command = ["python", "-m", "ep_dispatcher.bench.rails_one_gpu", *(arguments or sys.argv[1:])]
-    log = options.out and ResultLog(
-        options.out, [options.out.name if word == str(options.out) else word for word in command]
-    )
+    log = log_of_module(options.out, "ep_dispatcher.bench.rails_one_gpu", arguments or sys.argv[1:])
     kernels = load_kernels(options.kernels)
     for setting in SETTINGS:
         bench = RailBench(RailSetting(**(vars(setting) | {"num_tokens": options.tokens})), kernels)

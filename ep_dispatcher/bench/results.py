@@ -88,6 +88,20 @@ def summarise_times(times_us: Sequence[float]) -> dict[str, float | int]:
     }
 
 
+def log_of_module(path: Path | None, module: str, words: Sequence[str]) -> ResultLog | None:
+    """The log of `python -m MODULE WORDS`; None without a path.
+
+    Args:
+        path: file to append to; recorded in the command by its name alone.
+        module: dotted name.
+        words: its arguments.
+    """
+    if path is None:
+        return None
+    short = [path.name if word == str(path) else word for word in words]
+    return ResultLog(path, ["python", "-m", module, *short])
+
+
 def current_commit() -> str:
     """Git commit of this source tree, with "+changes" where tracked files differ from it."""
     commit = _git("rev-parse", "HEAD")
