@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ep_dispatcher.profile.beside import Timeline, evaluate, variants_of
 from ep_dispatcher.profile.clock import Clock, HostStamp, Span, hidden_ms, merge, overlap_of
 from ep_dispatcher.profile.trace import Trace, summarise
 
@@ -175,3 +176,26 @@ def test_compressed_traces_are_read(tmp_path: Path) -> None:
     plain.write_text(text)
     packed.write_bytes(gzip.compress(text.encode()))
     assert summarise(Trace.read(plain)) == summarise(Trace.read(packed))
+
+
+def test_products_beside_communication_are_compared_with_those_alone() -> None:
+    """The example of `evaluate`; then a call of which half is after the products."""
+    alone = [Timeline([(0, 2), (2, 4)], [])]
+    call = [Timeline([], [(0, 1)])]
+    found = evaluate(alone, call, [Timeline([(0, 3), (3, 5)], [(0, 3)])])
+    assert found.hidden_fraction == 1
+    assert found.saved_fraction == 0
+    assert (found.gemm_slow_down, found.num_products) == (1.5, 1)
+    assert found.communication_slow_down == 3
+    found = evaluate(alone, call, [Timeline([(0, 2), (2, 4)], [(3.5, 4.5)])])
+    assert found.hidden_fraction == 0.5
+    assert found.saved_fraction == 0.5
+    assert (found.gemm_slow_down, found.num_products) == (None, 0)
+    assert found.communication_slow_down is None
+
+
+def test_variants_have_names_of_their_own() -> None:
+    """Of one number of SMs; only one tells the products."""
+    variants = variants_of(16)
+    assert len({each.name for each in variants}) == len(variants) == 3
+    assert [each.left_free_sms for each in variants] == [0, 16, 0]

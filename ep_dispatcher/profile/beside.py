@@ -1,0 +1,387 @@
+"""Communication kernels beside real matrix products, in one process on one GPU.
+
+    python -m ep_dispatcher.profile.beside --out docs/results/overlap.jsonl
+
+The kernels of four ranks run as one launch on a stream of high priority, the products of one
+rank's experts on another; their launches do not depend on each other, as under Megatron's combined
+1F1B schedule, where one micro-batch travels while another computes. Communication begins first,
+so its blocks hold their SMs. Everything is timed by events, one before and after each launch.
+
+The ranks share one GPU, so they bring a quarter of the tokens each: together the launch moves as
+many rows as one rank of 4096 tokens does on a GPU of its own. Needs the module that
+scripts/gpu_kernels.sh builds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ep_dispatcher.bench.kernels_one_gpu import PAIRS, Bench, Setting
+from ep_dispatcher.bench.one_gpu import load_kernels
+from ep_dispatcher.bench.one_gpu_spec import assert_same_bits
+from ep_dispatcher.bench.results import ResultLog, log_of_module, summarise_times
+from ep_dispatcher.profile.clock import overlap_of
+from ep_dispatcher.train.progress import say
+
+RANKS, TOKENS, HIDDEN, SLOTS, EXPERTS = 4, 1024, 7168, 8, 64
+LOCAL_EXPERTS, FFN_HIDDEN = 16, 2048
+EXPERT_ROWS = RANKS * TOKENS * SLOTS // LOCAL_EXPERTS
+HELD_SMS = (8, 16, 32)
+_PASSES = 3  # of all experts, so that products outlast communication
+_FILLED = 0.6  # of the products' time, by repeats of the communication
+_PAIR = "pair_gather"
+_WARM_UP = 2
+_HEAD_START_CYCLES = 12_000_000  # about 6 ms: longer than the host takes to queue a round
+_FIRST_CYCLES = 60_000  # about 30 us, by which communication begins before the products
+
+Interval = tuple[float, float]
+
+
+class Products:
+    """The experts' products of one rank, forward: [rows, H] x [H, 2F] and [rows, F] x [F, H] each.
+
+    Args:
+        device: a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Draw rows and weights."""
+        generator = torch.Generator(device).manual_seed(7)
+
+        def draw(*sizes: int) -> Tensor:
+            return torch.randn(sizes, generator=generator, device=device, dtype=torch.bfloat16)
+
+        self._x = draw(LOCAL_EXPERTS, EXPERT_ROWS, HIDDEN)
+        self._up = draw(LOCAL_EXPERTS, HIDDEN, 2 * FFN_HIDDEN)
+        self._inner = draw(EXPERT_ROWS, FFN_HIDDEN)
+        self._down = draw(LOCAL_EXPERTS, FFN_HIDDEN, HIDDEN)
+        self._wide = torch.empty_like(self._inner).repeat(1, 2)
+        self._out = torch.empty_like(self._x)
+
+    def launches(self) -> list[Callable[[], object]]:
+        """One call a product, in order."""
+        calls: list[Callable[[], object]] = []
+        for expert in list(range(LOCAL_EXPERTS)) * _PASSES:
+            calls += [self._first(expert), self._second(expert)]
+        return calls
+
+    def _first(self, expert: int) -> Callable[[], object]:
+        return lambda: torch.mm(self._x[expert], self._up[expert], out=self._wide)
+
+    def _second(self, expert: int) -> Callable[[], object]:
+        return lambda: torch.mm(self._inner, self._down[expert], out=self._out[expert])
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One round: when each product and each communication kernel ran, in ms."""
+
+    products: list[Interval]
+    calls: list[Interval]
+
+    @property
+    def wall_ms(self) -> float:
+        """From the first start to the last end."""
+        both = self.products + self.calls
+        return max(end for _, end in both) - min(start for start, _ in both)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What rounds of products and communication, alone and together, showed.
+
+    Attributes:
+        hidden_fraction: part of the communication's time during which products ran too.
+        saved_fraction: part of the communication's time alone that both together did not take.
+        gemm_slow_down: of the products that communication ran beside all the time.
+        num_products: how many those were, in all rounds.
+        communication_slow_down: of the kernels that products ran beside all the time.
+    """
+
+    hidden_fraction: float
+    saved_fraction: float
+    gemm_slow_down: float | None
+    num_products: int
+    communication_slow_down: float | None
+
+
+def evaluate(
+    products: Sequence[Timeline], calls: Sequence[Timeline], both: Sequence[Timeline]
+) -> Findings:
+    """Compare rounds of both with rounds of each alone; each call with the median of its like.
+
+    Example: products (0, 2), (2, 4) alone; one call (0, 1) alone; together products (0, 3),
+    (3, 5) and the call (0, 3) -> hidden 1.0, slow-down 1.5 of one product, saved 0.0.
+    """
+    alone_ms = _medians([each.products for each in products])
+    call_ms = _medians([each.calls for each in calls])
+    total = hidden = 0.0
+    gemm_pairs: list[tuple[float, float]] = []
+    call_pairs: list[tuple[float, float]] = []
+    for each in both:
+        cover = [(each.products[0][0], each.products[-1][1])]
+        total += sum(end - start for start, end in each.calls)
+        hidden += sum(overlap_of(call, cover) for call in each.calls)
+        held = (each.calls[0][0], each.calls[-1][1])
+        gemm_pairs += _pairs_within(each.products, alone_ms, held)
+        call_pairs += _pairs_within(each.calls, call_ms, cover[0])
+    alone = statistics.median(each.wall_ms for each in products)
+    communication = statistics.median(each.wall_ms for each in calls)
+    together = statistics.median(each.wall_ms for each in both)
+    return Findings(
+        hidden_fraction=hidden / total,
+        saved_fraction=(alone + communication - together) / communication,
+        gemm_slow_down=_ratio(gemm_pairs),
+        num_products=len(gemm_pairs),
+        communication_slow_down=_ratio(call_pairs),
+    )
+
+
+def _medians(rounds: Sequence[Sequence[Interval]]) -> list[float]:
+    """Median length of each call over the rounds."""
+    return [
+        statistics.median(end - start for start, end in of_call)
+        for of_call in zip(*rounds, strict=True)
+    ]
+
+
+def _pairs_within(
+    intervals: Sequence[Interval], alone_ms: Sequence[float], cover: Interval
+) -> list[tuple[float, float]]:
+    """Length here and alone of the calls that lie in `cover` from start to end."""
+    return [
+        (end - start, alone)
+        for (start, end), alone in zip(intervals, alone_ms, strict=True)
+        if cover[0] <= start and end <= cover[1]
+    ]
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
+    if not pairs:
+        return None
+    return sum(here for here, _ in pairs) / sum(alone for _, alone in pairs)
+
+
+class Beside:
+    """Runs products and communication, alone and together.
+
+    Args:
+        bench: of the communication; its pair is run.
+        products: of the experts.
+        priority: of the communication's stream; -1 is above that of the products.
+    """
+
+    def __init__(self, bench: Bench, products: Products, priority: int = -1) -> None:
+        """Choose how often the pair runs, so that products last longer."""
+        self.bench = bench
+        self._products = products.launches()
+        self._side = torch.cuda.Stream(priority=priority)
+        self.phases: tuple[str, ...] = PAIRS[_PAIR]
+        self._round(products=True, calls=True)
+        products_ms = self._round(products=True, calls=False).wall_ms
+        pair_ms = self._round(products=False, calls=True).wall_ms
+        self.phases = PAIRS[_PAIR] * max(1, int(_FILLED * products_ms / pair_ms))
+
+    def rounds(self, count: int, *, products: bool, calls: bool) -> list[Timeline]:
+        """Timelines of rounds after a warm-up."""
+        found = [self._round(products=products, calls=calls) for _ in range(_WARM_UP + count)]
+        return found[_WARM_UP:]
+
+    def check(self) -> None:
+        """Compare what the last rounds left with the specification.
+
+        Raises:
+            AssertionError: a bit differs.
+        """
+        work = self.bench.work
+        for rank, (recv_x, recv_weights) in enumerate(self.bench.outputs):
+            assert recv_weights is not None
+            assert_same_bits("recv_x", recv_x, work.recv_x[rank])
+            assert_same_bits("recv_weights", recv_weights, work.recv_weights[rank])
+            assert_same_bits("out", self.bench.out[rank], work.out[rank])
+            assert_same_bits("weights_grad", self.bench.grads[rank], work.weight_grads[rank])
+
+    def _round(self, *, products: bool, calls: bool) -> Timeline:
+        torch.cuda.synchronize()
+        main = torch.cuda.current_stream()
+        origin = torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+        origin.record(main)
+        call_events: list[torch.cuda.Event] = []
+        product_events: list[torch.cuda.Event] = []
+        if calls:
+            self._side.wait_event(origin)
+            with torch.cuda.stream(self._side):
+                runs = [self._runner(phase) for phase in self.phases]
+                call_events = _launch(runs)
+        if products:
+            if calls:
+                torch.cuda._sleep(_FIRST_CYCLES)
+            product_events = _launch(self._products)
+        torch.cuda.synchronize()
+        return Timeline(_intervals(origin, product_events), _intervals(origin, call_events))
+
+    def _runner(self, phase: str) -> Callable[[], object]:
+        return lambda: self.bench.run(phase)
+
+
+def _launch(calls: Sequence[Callable[[], object]]) -> list[torch.cuda.Event]:
+    """Queue calls on the current stream, with an event before, between and after them."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+    events[0].record()
+    for call, event in zip(calls, events[1:], strict=True):
+        call()
+        event.record()
+    return events
+
+
+def _intervals(origin: torch.cuda.Event, events: Sequence[torch.cuda.Event]) -> list[Interval]:
+    times = [origin.elapsed_time(event) for event in events]
+    return list(itertools.pairwise(times))
+
+
+@contextlib.contextmanager
+def left_free(num_sms: int) -> Iterator[None]:
+    """Products launched inside use all SMs but these; 0 leaves them alone."""
+    torch._C._set_sm_carveout_experimental(num_sms or None)
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(None)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How products and communication share the GPU.
+
+    Attributes:
+        held_sms: blocks of the launch of all ranks.
+        left_free_sms: that products are told to leave alone.
+        priority: of the communication's stream.
+    """
+
+    held_sms: int
+    left_free_sms: int = 0
+    priority: int = -1
+
+    @property
+    def name(self) -> str:
+        """Shown and recorded."""
+        plain = "beside" if self.priority else "beside, equal priority"
+        return f"{plain}, products told" if self.left_free_sms else plain
+
+
+def variants_of(held_sms: int) -> list[Variant]:
+    """Products as they are, and told to leave the held SMs alone; both with equal priority too."""
+    return [
+        Variant(held_sms),
+        Variant(held_sms, left_free_sms=held_sms),
+        Variant(held_sms, priority=0),
+    ]
+
+
+def measure(log: ResultLog | None, kernels: object, rounds: int) -> None:
+    """Time all variants and record one line each."""
+    torch.backends.cuda.preferred_blas_library("cublaslt")  # the one that can be told
+    products = Products(torch.device("cuda"))
+    for held_sms in HELD_SMS:
+        setting = Setting(
+            hidden=HIDDEN,
+            num_topk=SLOTS,
+            num_experts=EXPERTS,
+            num_sms=held_sms // RANKS,
+            num_tokens=TOKENS,
+            ranks=RANKS,
+        )
+        bench = Bench(setting, kernels)
+        bench.check()
+        for variant in variants_of(held_sms):
+            _measure_variant(variant, Beside(bench, products, variant.priority), log, rounds)
+        del bench
+        torch.cuda.empty_cache()
+
+
+def _measure_variant(variant: Variant, beside: Beside, log: ResultLog | None, rounds: int) -> None:
+    """Products are compared with those that may use the whole GPU."""
+    products = beside.rounds(rounds, products=True, calls=False)
+    calls = beside.rounds(rounds, products=False, calls=True)
+    with left_free(variant.left_free_sms):
+        told = beside.rounds(rounds, products=True, calls=False)
+        both = beside.rounds(rounds, products=True, calls=True)
+    beside.check()
+    found = evaluate(products, calls, both)
+    alone_us, told_us, calls_us = (
+        round(1e3 * statistics.median(each.wall_ms for each in timelines), 1)
+        for timelines in (products, told, calls)
+    )
+    times = summarise_times([1e3 * each.wall_ms for each in both])
+    slow_down = found.gemm_slow_down
+    per_sm = None if slow_down is None else (slow_down - 1) / variant.held_sms
+    say(
+        f"{variant.held_sms:2d} SMs, {variant.name:29s} products {alone_us:8.1f} us (told "
+        f"{told_us:.1f})  communication {calls_us:8.1f}  together {times['median_us']:8.1f}  "
+        f"hidden {found.hidden_fraction:.3f}  saved {found.saved_fraction:.3f}  slow-down of "
+        f"{found.num_products} products {slow_down or 0:.3f}, of communication "
+        f"{found.communication_slow_down or 0:.3f}"
+    )
+    if log is None:
+        return
+    log.write(
+        sharing="one launch",
+        suite="overlap",
+        backend="ep_dispatcher/device",
+        variant=variant.name,
+        phase=_PAIR,
+        layout="expert_major",
+        experts="cuBLASLt, forward",
+        ranks=RANKS,
+        domains=1,
+        num_sms=variant.held_sms // RANKS,
+        held_sms=variant.held_sms,
+        left_free_sms=variant.left_free_sms,
+        num_tokens=TOKENS,
+        hidden=HIDDEN,
+        expert_ffn_hidden=FFN_HIDDEN,
+        expert_rows=EXPERT_ROWS,
+        num_topk=SLOTS,
+        num_experts=EXPERTS,
+        dtype="bfloat16",
+        routing="uniform",
+        seed=0,
+        checked=True,
+        launches=len(beside.phases),
+        **times,
+        hidden_fraction=round(found.hidden_fraction, 4),
+        saved_fraction=round(found.saved_fraction, 4),
+        gemm_slow_down=None if slow_down is None else round(slow_down, 4),
+        gemm_slow_down_per_sm=None if per_sm is None else round(per_sm, 5),
+        communication_slow_down=found.communication_slow_down,
+        products_alone_us=alone_us,
+        products_told_alone_us=told_us,
+        communication_us=calls_us,
+    )
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure and record; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="ep_dispatcher.profile.beside", description=__doc__)
+    parser.add_argument("--out", type=Path, default=None, help="JSON lines file to append to")
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args(words)
+    log = log_of_module(args.out, "ep_dispatcher.profile.beside", words)
+    measure(log, load_kernels(), args.rounds)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
