@@ -114,6 +114,11 @@ def routing(case: Case, rank: int) -> Tensor:
         return torch.full((tokens, slots), experts - 1)
     if case.kind == "even":  # all ranks receive equally many rows
         return torch.arange(tokens * slots).remainder(experts).view(tokens, slots)
+    if case.kind == "one_rank":  # all experts of one rank, and slots to spare
+        local = experts // dist.get_world_size()
+        chosen = torch.full((tokens, slots), -1)
+        chosen[:, :local] = torch.arange(tokens).view(-1, 1) * local + torch.arange(local)
+        return chosen.where(chosen < 0, chosen % experts)
     if case.kind == "any":  # dropped slots and experts that are listed twice
         return torch.randint(-1, experts, (tokens, slots), generator=generator)
     scores = torch.rand(tokens, experts, generator=generator)
@@ -176,6 +181,38 @@ def rounds_differ(process_group: dist.ProcessGroup, case: Case, rounds: int = 1)
             found += [f"round {number}: {name}" for name in differences(got, want)]
             if int(got.plan.demand_rows) != want.plan.demand_rows:
                 found.append(f"round {number}: demand_rows")
+    return found
+
+
+def block_counts_differ(
+    process_group: dist.ProcessGroup, case: Case, block_counts: tuple[int, ...], most_blocks: int
+) -> list[str]:
+    """What differs from the reference where ranks run on so many blocks, all of them at once."""
+    fit = [count for count in block_counts if count * process_group.size() <= most_blocks]
+    return [
+        f"{count} blocks, {what}"
+        for count in fit
+        for what in rounds_differ(process_group, dataclasses.replace(case, num_sms=count))
+    ]
+
+
+def epochs_differ(
+    process_group: dist.ProcessGroup, case: Case, rounds: int, epochs: int
+) -> list[str]:
+    """Rounds again and again in a changing order, each rank late at random before each."""
+    with EPGroup.create(process_group, case.config("reference")) as reference:
+        given = [inputs(case.round(number), reference.ep_rank) for number in range(rounds)]
+        wanted = [run_once(reference, one) for one in given]
+        delays = torch.Generator().manual_seed(reference.ep_rank)
+    found = []
+    with EPGroup.create(process_group, case.config("device")) as device:
+        for epoch in range(epochs):
+            number = epoch * 7 % rounds + epoch // rounds % 2
+            cycles = torch.randint(0, 400_000, (), generator=delays)  # up to 0.2 ms
+            torch.cuda._sleep(int(cycles))
+            got = run_once(device, given[number % rounds])
+            what = differences(got, wanted[number % rounds])
+            found += [f"epoch {epoch}: {name}" for name in what]
     return found
 
 

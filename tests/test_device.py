@@ -36,6 +36,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[ProcessWorld]:
         Case(dtype="float16", alignment=128),
         Case(dtype="float32", kind="any", precision="exact"),
         Case(kind="any", precision="exact", num_topk=4),
+        Case(kind="one_rank", num_topk=8),
         Case(tokens=(65, 0, 1, 33), kind="any", num_topk=3),
         Case(tokens=(0, 0, 0, 0)),
         Case(tokens=(1, 1, 1, 1), num_topk=1, num_experts=9),
@@ -56,6 +57,17 @@ def test_every_result_is_the_references(world: ProcessWorld, case: Case) -> None
 
 def test_fifty_rounds_of_changing_routing(world: ProcessWorld) -> None:
     assert not any(world.run(cases.rounds_differ, Case(kind="any", num_topk=4), 50))
+
+
+def test_a_thousand_epochs_with_late_ranks(world: ProcessWorld) -> None:
+    """Nine routings in turns; before each round every rank sleeps for a time of its own."""
+    case = Case(kind="any", num_topk=3, tokens=(65, 0, 64, 33))
+    assert not any(world.run(cases.epochs_differ, case, 9, 1000))
+
+
+def test_the_number_of_blocks_does_not_change_a_bit(world: ProcessWorld) -> None:
+    """As far as the blocks of all ranks fit on one GPU beside other work."""
+    assert not any(world.run(cases.block_counts_differ, Case(kind="any"), (2, 4, 8, 16), 64))
 
 
 @pytest.mark.parametrize(("dtype", "tier"), [("bfloat16", "device"), ("float64", "reference")])

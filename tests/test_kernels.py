@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from kernel_world import (
@@ -31,6 +33,22 @@ pytestmark = pytest.mark.gpu(1)
 def test_a_round_equals_the_specification(kind: str, ep_size: int, alignment: int) -> None:
     world = new_world(ep_size=ep_size)
     check_round(world, new_round(world, kind, seed=ep_size, alignment=alignment))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"hidden": 64, "max_tokens": 70},
+        {"hidden": 3720, "ring_depth": 1},  # rows of two segments in dispatch, three in gather
+        {"hidden": 40, "dtype": torch.float32, "exact": True, "ep_size": 3, "num_channels": 1},
+    ],
+    ids=["two chunks", "segments", "exact"],
+)
+def test_a_tiny_round(sizes: dict[str, Any]) -> None:
+    """Every kernel in every form, small enough for compute-sanitizer (scripts/gpu_tests.sh)."""
+    tiny = {"ep_size": 2, "num_experts": 6, "num_topk": 3, "max_tokens": 12, "num_channels": 2}
+    world = new_world(**(tiny | {"timeout_s": 60.0, "output_bytes": 1 << 20} | sizes))
+    check_round(world, new_round(world, alignment=4))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -76,7 +94,7 @@ def test_k_may_differ_from_call_to_call() -> None:
         check_round(world, make_round(world, routing_of("duplicates", [64] * 4, num_topk, 16)))
 
 
-@pytest.mark.parametrize("num_channels", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("num_channels", [1, 2, 3, 4, 8, 16])
 def test_the_number_of_blocks_does_not_change_a_bit(num_channels: int) -> None:
     world = new_world(num_channels=num_channels)
     check_round(world, new_round(world))
@@ -141,6 +159,22 @@ def test_plans_may_be_used_in_any_order_and_any_number_of_times() -> None:
         one = at * 5 // 3 % 2
         check_sums(work[one], combine(world, work[one], plans[one], form=form))
     check_rows(first, dispatch(world, first, plans[0]))
+
+
+def test_two_rounds_may_be_under_way_at_once() -> None:
+    """Dispatch, dispatch, combine, combine; the host waits for none of them."""
+    world = new_world()
+    works = [new_round(world, "uniform", seed=1), new_round(world, "skewed", seed=2)]
+    plans = [route(world, work) for work in works]
+    for form in FORMS:
+        rows = [
+            [(x.clone(), None if weights is None else weights.clone()) for x, weights in outputs]
+            for outputs in (dispatch(world, *pair) for pair in zip(works, plans, strict=True))
+        ]
+        sums = [combine(world, *pair, form=form) for pair in zip(works, plans, strict=True)]
+        for work, work_rows, work_sums in zip(works, rows, sums, strict=True):
+            check_rows(work, work_rows)
+            check_sums(work, work_sums)
 
 
 def test_a_thousand_epochs_with_changing_routing() -> None:
