@@ -49,7 +49,16 @@ _TERMS = {
     "partial_ring": ("partials",),
 }
 _RAIL_TERMS = {
-    "rail_control": ("signals", "control", "posted", "stats", "counts_flag", "shift", "verdict"),
+    "rail_control": (
+        "signals",
+        "control",
+        "posted",
+        "stats",
+        "role_times",
+        "counts_flag",
+        "shift",
+        "verdict",
+    ),
     "rail_routing": ("counts", "block_counts", "topk", "virtual_topk"),
     "rail_landing": ("staging", "landing"),
     "rail_partials": ("partials", "own"),

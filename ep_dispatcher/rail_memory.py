@@ -19,6 +19,7 @@ _RAIL_WARPS = 8  # EP_RAIL_WARPS, of a block
 _RAIL_STAGES = 4  # EP_RAIL_STAGES, records of a warp whose puts may be on their way
 _CONTROL_BYTES = 40  # sizeof(RailControl)
 _VERDICT_BYTES = 32
+_ROLE_BYTES = 64  # kRoleWords, of a block
 _TOPK_HEADER_BYTES = 16  # sizeof(RailTopkHeader)
 _EXPERT_BYTES = 2  # of an expert's id on the wire
 _COUNTS_EXTRA = 3  # EP_COUNTS_EXTRA
@@ -78,6 +79,7 @@ class RailSizes:
             "control": _CONTROL_BYTES,
             "posted": _EPOCH_BYTES * (lanes * domains + channels + 1),
             "stats": 2 * _EPOCH_BYTES * domains,
+            "role_times": 2 * _ROLE_BYTES * (channels + self.num_blocks),
             "counts_flag": _EPOCH_BYTES * ranks,
             "counts": _WORD_BYTES * _PARITIES * ranks * (self.num_experts + _COUNTS_EXTRA),
             "block_counts": _WORD_BYTES * channels * domains * self.num_experts,

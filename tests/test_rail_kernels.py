@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_world import ROUTINGS, check_plans, check_rows, check_sums, routing_of
+from kernel_world import (
+    ROUTINGS,
+    check_plans,
+    check_rows,
+    check_sums,
+    kernels_or_skip,
+    routing_of,
+)
 from rail_cases import (
     WORLDS,
     check_rail_round,
     new_rail_round,
     new_rail_world,
+    no_faults,
     rail_combine,
     rail_dispatch,
     rail_plan,
 )
 
 from ep_dispatcher.bench.one_gpu_spec import make_round
+from ep_dispatcher.bench.rails_one_gpu import RailBench, RailSetting
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -137,6 +146,46 @@ def test_a_plan_serves_many_calls_and_weights_are_optional() -> None:
         out, _ = rail_combine(world, work, plans, grads=False)
         assert all(torch.equal(got, want) for got, want in zip(out, work.out, strict=True))
         check_sums(work, rail_combine(world, work, plans))
+
+
+def _small_bench(net: str, kernels: str) -> RailBench:
+    setting = RailSetting(
+        num_domains=2, domain_size=2, num_sms=2, num_blocks=1, num_topk=4,
+        num_experts=16, num_tokens=100, net=net,
+    )  # fmt: skip
+    return RailBench(setting, kernels_or_skip(kernels))
+
+
+@pytest.mark.parametrize("net", ["loop", "chaos"])
+def test_each_kernel_may_be_repeated_before_the_next_one(net: str) -> None:
+    """And the calls' memory is kept: what others allocate meanwhile does not get into it."""
+    bench = _small_bench(net, "ep_kernels")
+    kept = []
+    for phase in bench.calls:
+        for _ in range(5):
+            bench.run(phase)
+        kept += [
+            torch.full((1 << power,), 0x7F, dtype=torch.uint8, device="cuda")
+            for power in range(9, 21)
+            for _ in range(4)
+        ]
+    bench.check()
+    no_faults(bench.world)
+
+
+def test_roles_say_when_they_ran() -> None:
+    """No role lasts longer than all launches, nor are its warps busier than they can be."""
+    bench = _small_bench("loop", "ep_kernels_mutated")
+    launches = bench.time_us(5)
+    roles = bench.time_roles(5)
+    assert set(roles) == {"forward", "send", "return", "receive"}
+    for role in roles.values():
+        assert 0 < role.us < 10 * sum(map(max, launches.values()))
+        assert role.moved_bytes > 0
+        assert 0 < sum(role.shares.values()) <= 1
+    assert roles["send"].shares["making"] > 0
+    assert roles["return"].shares["making"] == 0
+    bench.check()
 
 
 def test_a_graph_replays() -> None:

@@ -44,6 +44,7 @@ typedef struct EpRailLayout {
   int64_t control;      /* epochs of this rank's own blocks */
   int64_t posted;       /* u64 [c]: puts so far */
   int64_t stats;        /* u64 [D][2]: puts and bytes for each domain (test builds only) */
+  int64_t role_times;   /* u64 [2][C + rail blocks][8]: of dispatch and return (test builds only) */
   int64_t counts_flag;  /* u64 [L][D] epoch: counts of that rank's segment are here */
   int64_t counts;       /* i32 [2][P][E + EP_COUNTS_EXTRA] */
   int64_t block_counts; /* i32 [C][D][E] */

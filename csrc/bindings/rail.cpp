@@ -39,6 +39,7 @@ void set_bases(EpRail& self, const std::vector<uintptr_t>& bases) {
 void bind_rail_types(py::module_& module) {
   py::class_<EpRailLayout>(module, "RailLayout", py::module_local())
       .def_readonly("stats", &EpRailLayout::stats)
+      .def_readonly("role_times", &EpRailLayout::role_times)
       .def_readonly("shift", &EpRailLayout::shift)
       .def_readonly("verdict", &EpRailLayout::verdict)
       .def_readonly("virtual_topk", &EpRailLayout::virtual_topk)

@@ -22,6 +22,19 @@ struct RailTopkHeader {
   int32_t bad_slot;  // the part's lowest slot with a bad id, of the whole routing; -1 for none
 };
 
+// What a block's role spent, in test builds: for the benches. Cycles of each warp's waits, of making
+// records and of putting are added up over its warps.
+enum RoleWord {
+  kRoleBeginNs = 0,
+  kRoleEndNs = 1,
+  kRoleCycles = 2,
+  kRoleWaits = 3,
+  kRoleFills = 4,
+  kRolePuts = 5,
+  kRoleWords = 8
+};
+enum RoleKernel { kRolesOfDispatch = 0, kRolesOfReturn = 1 };
+
 constexpr uint16_t kRailNoExpert = 0xffff;
 
 // Channels towards each other domain: every putting warp serves one domain only, so that a domain
@@ -65,6 +78,7 @@ constexpr EpRailLayout make_rail_layout(const EpContext& context, const EpRail& 
   layout.control = place(static_cast<int64_t>(sizeof(RailControl)));
   layout.posted = place(8 * int64_t{layout.channels});
   layout.stats = place(8 * domains * 2);
+  layout.role_times = place(8 * kRoleWords * 2 * (channels + rail.num_blocks));
   layout.counts_flag = place(8 * ranks);
   layout.counts = place(4 * 2 * ranks * (shape.num_experts + EP_COUNTS_EXTRA));
   layout.block_counts = place(4 * channels * domains * shape.num_experts);

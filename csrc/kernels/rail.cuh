@@ -183,6 +183,72 @@ class PutCounter {
   uint64_t posted_;
 };
 
+// Clocks of roles: test builds only, nothing otherwise. One block has one.
+class RoleClock {
+ public:
+  __device__ RoleClock([[maybe_unused]] const RailView& view, [[maybe_unused]] RoleKernel kernel,
+                       [[maybe_unused]] int block) {
+#ifdef EP_TEST_MUTATIONS
+    const int blocks = view.context.shape.num_channels + view.rail.num_blocks;
+    words_ = block < blocks ? view.local<unsigned long long>(view.layout.role_times) +
+                                  (kernel * blocks + block) * kRoleWords
+                            : nullptr;
+#endif
+  }
+
+  // All threads call it, before their work.
+  __device__ void begin() const {
+#ifdef EP_TEST_MUTATIONS
+    if (threadIdx.x == 0 && words_ != nullptr) {
+      words_[kRoleWaits] = words_[kRoleFills] = words_[kRolePuts] = 0;
+      words_[kRoleCycles] = now();
+      words_[kRoleBeginNs] = time_ns();
+    }
+    __syncthreads();
+#endif
+  }
+
+  // One thread, once all others have done their work.
+  __device__ void end() const {
+#ifdef EP_TEST_MUTATIONS
+    if (words_ != nullptr) {
+      words_[kRoleEndNs] = time_ns();
+      words_[kRoleCycles] = now() - words_[kRoleCycles];
+    }
+#endif
+  }
+
+  static __device__ uint64_t now() {
+#ifdef EP_TEST_MUTATIONS
+    return static_cast<uint64_t>(clock64());
+#else
+    return 0;
+#endif
+  }
+
+  // What has passed since `start` was spent on `what`. One lane of a warp calls.
+  __device__ void add([[maybe_unused]] RoleWord what, [[maybe_unused]] uint64_t start) const {
+#ifdef EP_TEST_MUTATIONS
+    atomicAdd(words_ + what, static_cast<unsigned long long>(now() - start));
+#endif
+  }
+
+  // A record's wait for a place, its making and its put.
+  __device__ void add_record([[maybe_unused]] uint64_t waiting, [[maybe_unused]] uint64_t filling,
+                             [[maybe_unused]] uint64_t putting) const {
+#ifdef EP_TEST_MUTATIONS
+    atomicAdd(words_ + kRoleWaits, static_cast<unsigned long long>(filling - waiting));
+    atomicAdd(words_ + kRoleFills, static_cast<unsigned long long>(putting - filling));
+    add(kRolePuts, putting);
+#endif
+  }
+
+#ifdef EP_TEST_MUTATIONS
+ private:
+  unsigned long long* words_;
+#endif
+};
+
 // One launch for one rank or for those of a whole world; `blocks` for each rank.
 template <class Args, int kRanks>
 cudaError_t launch_rail(void (*kernel)(World<Args, kRanks>), const Args* ranks, int num_ranks,

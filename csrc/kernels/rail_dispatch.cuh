@@ -22,8 +22,8 @@ class RailRows {
   static constexpr bool kMayWait = true;
 
   __device__ RailRows(const EpRailDispatchArgs& args, const RailView& view, const Net& net,
-                      Watch* watch)
-      : args_(args), view_(view), net_(net), watch_(watch) {}
+                      const RoleClock& clock, Watch* watch)
+      : args_(args), view_(view), net_(net), clock_(clock), watch_(watch) {}
 
   // Lane 0 gets the row once it is there; nullptr where the token goes to no rank of this domain,
   // or the block has to leave.
@@ -77,6 +77,7 @@ class RailRows {
       return true;
     }
     const int lane = chunk % view_.layout.lanes;
+    const uint64_t start = RoleClock::now();
     const bool here = wait_for_net(
         view_.context, watch_,
         [&] {
@@ -84,6 +85,9 @@ class RailRows {
                                   rail_channel(view_.rail, lane, view_.me()));
         },
         view_.arrived(watch_->epoch, chunk), view_.waiting_for(segment, EP_PHASE_RAIL_ROWS, lane));
+    if (threadIdx.x % 32 == 0) {
+      clock_.add(kRoleWaits, start);
+    }
     known_ = here ? known : known_;
     return here;
   }
@@ -91,6 +95,7 @@ class RailRows {
   const EpRailDispatchArgs& args_;
   const RailView& view_;
   const Net& net_;
+  const RoleClock& clock_;
   Watch* watch_;
   int known_ = -1;  // chunk that was last seen to be there, counted over segments
 };
@@ -111,7 +116,7 @@ __device__ inline void fill_record(const EpRailDispatchArgs& args, char* record,
 // One putting warp: its lane's chunks of own tokens that go to its domain.
 template <class Net>
 __device__ void send_records(const EpRailDispatchArgs& args, const RailView& view, const Net& net,
-                             const RailTask& task, Watch* watch) {
+                             const RailTask& task, const RoleClock& clock, Watch* watch) {
   const int num_topk = args.domain.plan.num_topk;
   const int64_t bytes =
       args.domain.row_bytes + (args.domain.topk_weights == nullptr ? 0 : 4 * num_topk);
@@ -121,30 +126,40 @@ __device__ void send_records(const EpRailDispatchArgs& args, const RailView& vie
   const bool first = mutated(view.context, Mutation::kRailSignalFirst);
   PutCounter<Net> puts(view, net, watch, task.channel);
   int stage = 0;
+  uint64_t start = RoleClock::now();
   if (!mutated(view.context, Mutation::kRailSkipEntry) &&
       !wait_for_entry_of(view, net, watch, task.domain, rail_signal_dispatch_entry(view.layout))) {
     return;
+  }
+  if (acts) {
+    clock.add(kRoleWaits, start);
   }
   for (int chunk = task.lane; chunk < view.num_chunks(); chunk += view.layout.lanes) {
     if (first && acts) {
       net.signal(task.domain, rail_signal_rows(task.lane), task.channel);
       test_stall(view.context);
     }
-    const int64_t start = int64_t{chunk} * EP_RAIL_CHUNK_TOKENS;
-    const int64_t end = min_of(start + EP_RAIL_CHUNK_TOKENS, args.num_tokens);
-    for (int64_t token = start; token < end; ++token) {
+    const int64_t first_token = int64_t{chunk} * EP_RAIL_CHUNK_TOKENS;
+    const int64_t end = min_of(first_token + EP_RAIL_CHUNK_TOKENS, args.num_tokens);
+    for (int64_t token = first_token; token < end; ++token) {
       if ((view.domains_of(args.dst_rank + token * num_topk, num_topk) >> task.domain & 1u) == 0) {
         continue;
       }
       const int64_t source = staging + stage * view.layout.slot_bytes;
+      start = RoleClock::now();
       if (stage == 0 && !mutated(view.context, Mutation::kRailReuseStage) &&
           !puts.wait_until_unsent(0)) {  // R5
         return;
       }
+      const uint64_t filling = RoleClock::now();
       fill_record(args, view.local<char>(source), token);
+      const uint64_t putting = RoleClock::now();
       net.put(task.domain, view.slot(view.layout.landing, rail_area(task.domain, view.me()), token),
               source, bytes, task.channel);
       puts.add();
+      if (acts) {
+        clock.add_record(start, filling, putting);
+      }
       stage = (stage + 1) % EP_RAIL_STAGES;
     }
     if (!first && acts) {
@@ -166,12 +181,14 @@ __device__ void rail_dispatch_block(const EpRailDispatchArgs& args, int block, c
   const Net net(context, args.rail);
   const int channels = context.shape.num_channels;
   Watch* watch = &shared->watch;
+  const RoleClock clock(view, kRolesOfDispatch, block);
   begin_launch(context, kDispatch, watch);
+  clock.begin();
   if (block < channels) {
     if (mutated(context, Mutation::kRailSkipEntry)) {
       test_stall(context);  // so that the next records find these unread
     }
-    RailRows<Net> rows(args, view, net, watch);
+    RailRows<Net> rows(args, view, net, clock, watch);
     dispatch_channel(args.domain, &rows, block, stages, shared);
   } else if (block < channels + args.rail.num_blocks) {
     if (block == channels && threadIdx.x == 0) {
@@ -179,10 +196,13 @@ __device__ void rail_dispatch_block(const EpRailDispatchArgs& args, int block, c
     }
     const RailTask task = rail_task(view, block - channels);
     if (task.lane >= 0) {
-      send_records(args, view, net, task, watch);
+      send_records(args, view, net, task, clock, watch);
     }
   }
   tell_rails(view, net, *watch);
+  if (threadIdx.x == 0) {
+    clock.end();
+  }
   if constexpr (Net::kNeedsWorker) {
     if (block == channels + args.rail.num_blocks) {
       net.work(args.rail.num_blocks, *watch);

@@ -25,16 +25,20 @@ __device__ inline int64_t sum_bytes(const EpCombineArgs& args) {
 // One putting warp: its lane's chunks of the tokens of its domain.
 template <class Net>
 __device__ void return_sums(const EpRailReturnArgs& args, const RailView& view, const Net& net,
-                            const RailTask& task, Watch* watch) {
+                            const RailTask& task, const RoleClock& clock, Watch* watch) {
   const EpPlan& plan = args.domain.plan;
   const int64_t bytes =
       sum_bytes(args.domain) + (args.domain.weights_grad == nullptr ? 0 : 4 * plan.num_topk);
   const bool acts = threadIdx.x % 32 == 0;
   const bool first = mutated(view.context, Mutation::kReturnSignalFirst);
   PutCounter<Net> puts(view, net, watch, task.channel);
+  const uint64_t entering = RoleClock::now();
   if (!mutated(view.context, Mutation::kReturnSkipEntry) &&
       !wait_for_entry_of(view, net, watch, task.domain, rail_signal_return_entry(view.layout))) {
     return;
+  }
+  if (acts) {
+    clock.add(kRoleWaits, entering);
   }
   const int area = rail_area(view.me(), task.domain);
   const int area_there = rail_area(task.domain, view.me());
@@ -54,12 +58,17 @@ __device__ void return_sums(const EpRailReturnArgs& args, const RailView& view, 
       if (!__any_sync(~0u, wanted)) {
         continue;
       }
+      const uint64_t waiting = RoleClock::now();
       if (!puts.wait_until_unsent(kMostUnsentSums - 1)) {
         return;
       }
+      const uint64_t putting = RoleClock::now();
       net.put(task.domain, view.slot(view.layout.partials, area_there, token),
               view.slot(view.layout.landing, area, token), bytes, task.channel);
       puts.add();
+      if (acts) {
+        clock.add_record(waiting, putting, putting);
+      }
     }
     if (!first && acts) {
       net.signal(task.domain, rail_signal_sums(view.layout, task.lane), task.channel);  // R1
@@ -74,8 +83,8 @@ template <class Net, EpDtype kDtype, EpDtype kPartial>
 class FinalSum {
  public:
   __device__ FinalSum(const EpRailReturnArgs& args, const RailView& view, const Net& net,
-                      Watch* watch)
-      : args_(args), view_(view), net_(net), watch_(watch) {
+                      const RoleClock& clock, Watch* watch)
+      : args_(args), view_(view), net_(net), clock_(clock), watch_(watch) {
     lane_ = static_cast<int>(threadIdx.x) % 32;
     bytes_ = sum_bytes(args.domain);
     const int element = kDtype == EP_FLOAT32 ? 4 : 2;
@@ -120,6 +129,7 @@ class FinalSum {
     const auto chunk = static_cast<int>(token / EP_RAIL_CHUNK_TOKENS);
     const bool asks = lane_ != view_.me() && (domains >> lane_ & 1u) != 0 && chunk != known_ &&
                       !mutated(view_.context, Mutation::kReturnSkipWait);
+    const uint64_t start = RoleClock::now();
     bool here = true;
     if (asks) {
       const int lane = chunk % view_.layout.lanes;
@@ -134,6 +144,9 @@ class FinalSum {
     }
     here = __all_sync(~0u, here);
     __syncwarp();
+    if (lane_ == 0) {
+      clock_.add(kRoleWaits, start);
+    }
     return here;
   }
 
@@ -182,6 +195,7 @@ class FinalSum {
   const EpRailReturnArgs& args_;
   const RailView& view_;
   const Net& net_;
+  const RoleClock& clock_;
   Watch* watch_;
   int64_t bytes_, out_bytes_;
   int lane_;
@@ -196,24 +210,29 @@ __device__ void rail_return_block(const EpRailReturnArgs& args, int block, Watch
   const int putting = args.rail.num_blocks;
   const int adding = context.shape.num_channels;
   const int warp = static_cast<int>(threadIdx.x) / 32;
+  const RoleClock clock(view, kRolesOfReturn, block);
   begin_rail(view, kRailReturn, watch);
+  clock.begin();
   if (block < putting) {
     if (block == 0 && threadIdx.x == 0) {
       signal_entry(view, net, rail_signal_return_entry(view.layout));
     }
     const RailTask task = rail_task(view, block);
     if (task.lane >= 0) {
-      return_sums(args, view, net, task, watch);
+      return_sums(args, view, net, task, clock, watch);
     }
   } else if (block < putting + adding) {
     if (mutated(context, Mutation::kReturnSkipEntry)) {
       test_stall(context);  // so that the next sums find these unread
     }
     constexpr EpDtype kPartial = kExact ? EP_FLOAT32 : kDtype;
-    FinalSum<Net, kDtype, kPartial>(args, view, net, watch)
+    FinalSum<Net, kDtype, kPartial>(args, view, net, clock, watch)
         .run((block - putting) * kReturnWarps + warp, adding * kReturnWarps);
   }
   tell_rails(view, net, *watch);
+  if (threadIdx.x == 0) {
+    clock.end();
+  }
   if constexpr (Net::kNeedsWorker) {
     if (block == putting + adding) {
       net.work(putting, *watch);

@@ -6,6 +6,7 @@ csrc/transport/net.cuh. A plan, a dispatch and a combine are several launches, e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -244,7 +245,25 @@ class RailWorld(OneGpuWorld):
 
     def put_counts(self, rank: int) -> Tensor:
         """[D, 2] int64: puts and bytes of a rank to each domain so far (modules for tests only)."""
-        domains = self.topology.num_domains
-        first = int(self.layout.stats)
-        words = self.windows[rank][first : first + 16 * domains].view(torch.int64)
-        return words.view(domains, 2).clone()
+        return self._words(rank, "stats", (self.topology.num_domains, 2))
+
+    def role_times(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Of the last dispatch and return, what blocks spent (modules for tests only).
+
+        Args:
+            rank: whose.
+
+        Returns:
+            dispatch: [C + rail blocks, 8] int64, forwarding blocks first.
+            back: [rail blocks + C, 8] int64, putting blocks first. Columns: begin and end in ns,
+                cycles, then cycles that its warps waited, made records, put, added up over warps.
+        """
+        blocks = self.shape.num_channels + self._num_blocks
+        dispatch, back = self._words(rank, "role_times", (2, blocks, 8))
+        return dispatch, back
+
+    def _words(self, rank: int, region: str, size: tuple[int, ...]) -> Tensor:
+        """A copy of int64 words of a rank's window."""
+        first = int(getattr(self.layout, region))
+        words = self.windows[rank][first : first + 8 * math.prod(size)].view(torch.int64)
+        return words.view(size).clone()

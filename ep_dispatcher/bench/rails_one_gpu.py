@@ -2,22 +2,28 @@
 
     python -m ep_dispatcher.bench.rails_one_gpu --out results.jsonl
 
-No network is in it: a put is a copy inside the GPU. What it tells is what the kernels themselves
-cost. Every setting is first compared with the specification, bit for bit.
+No network is in it: a put is a copy inside the GPU, which the putting warp makes. What it tells is
+what the kernels themselves cost. Every setting is first compared with the specification, bit for
+bit.
+
+Each round is a plan, a dispatch and a combine, with events around each of the six launches. Roles
+share launches, so their times come from the module for tests, whose blocks note when they began
+and ended and what their warps waited (RoleClock in csrc/kernels/rail.cuh).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ep_dispatcher.bench.kernels_one_gpu import time_rounds_us
 from ep_dispatcher.bench.one_gpu import WorldShape, load_kernels
 from ep_dispatcher.bench.one_gpu_spec import assert_same_bits, make_round
 from ep_dispatcher.bench.rail_world import RailWorld
@@ -25,6 +31,9 @@ from ep_dispatcher.bench.results import ResultLog, log_of_module, summarise_time
 from ep_dispatcher.routing import RoutingSpec, make_topk_idx
 
 _SWEEP_BYTES = 256 << 20  # several times the L2
+_WARM_UP = 3
+_WARPS = 8  # of a block, in every role at this width
+_COLUMNS = ("waiting", "making", "putting")  # of RailWorld.role_times, from the fourth on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +48,7 @@ class RailSetting:
     num_topk: int = 8
     num_experts: int = 256
     num_tokens: int = 1024
+    net: str = "loop"
 
 
 SETTINGS = [
@@ -46,6 +56,28 @@ SETTINGS = [
     for domains, size in ((2, 4), (4, 2))
     for sms, blocks in ((12, 2), (12, 4), (8, 8))
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """What one rank's blocks of one role did in a launch.
+
+    Attributes:
+        us: from the begin of the first block to the end of the last.
+        blocks: that have this role.
+        moved_bytes: that they stored or put, of row data.
+        shares: of their warps' time, by what they did.
+    """
+
+    us: float
+    blocks: int
+    moved_bytes: int
+    shares: dict[str, float]
+
+    @property
+    def gb_s_per_block(self) -> float:
+        """While the role ran, waits included."""
+        return self.moved_bytes / self.us / 1e3 / self.blocks
 
 
 class RailBench:
@@ -74,6 +106,7 @@ class RailBench:
             ),
             setting.domain_size,
             kernels,
+            net=setting.net,
             num_blocks=setting.num_blocks,
         )
         spec = RoutingSpec(
@@ -81,27 +114,31 @@ class RailBench:
         )
         routing = [make_topk_idx(spec, setting.num_tokens, rank) for rank in range(ranks)]
         self.work = make_round(self.world, routing)
-        plans = [self.world.new_rail_plan(rank, *topk.shape) for rank, topk in enumerate(routing)]
+        # Kept, as the calls hold no more than addresses.
+        self.plans = [
+            self.world.new_rail_plan(rank, *topk.shape) for rank, topk in enumerate(routing)
+        ]
         self.outputs = self.world.new_outputs(self.work.rows, weights=True)
         self.out = [torch.full_like(rows, float("nan")) for rows in self.work.x]
-        combines, returns = self.world.rail_combine_calls(plans, self.work.expert_out, self.out)
-        self.calls: dict[str, tuple[str, list[Any]]] = {
-            "plan_exchange": (
-                "rail_exchange",
-                self.world.rail_plan_calls(plans, self.work.topk_idx),
-            ),
-            "plan_counts": ("rail_counts", self.world.rail_plan_calls(plans, self.work.topk_idx)),
-            "plan_route": ("route", self.world.virtual_route_calls(plans)),
+        self.calls = self._make_calls()
+        self.sweep = torch.empty(_SWEEP_BYTES, dtype=torch.uint8, device=self.world.device)
+
+    def _make_calls(self) -> dict[str, tuple[str, list[Any]]]:
+        """Kernel and arguments of each phase, in the order of a round."""
+        world, work, plans = self.world, self.work, self.plans
+        combines, returns = world.rail_combine_calls(plans, work.expert_out, self.out)
+        planning = world.rail_plan_calls(plans, work.topk_idx)
+        return {
+            "plan_exchange": ("rail_exchange", planning),
+            "plan_counts": ("rail_counts", planning),
+            "plan_route": ("route", world.virtual_route_calls(plans)),
             "dispatch": (
                 "rail_dispatch",
-                self.world.rail_dispatch_calls(
-                    plans, self.work.x, self.work.topk_weights, self.outputs
-                ),
+                world.rail_dispatch_calls(plans, work.x, work.topk_weights, self.outputs),
             ),
             "combine_domain": ("combine", combines),
             "combine_return": ("rail_return", returns),
         }
-        self.sweep = torch.empty(_SWEEP_BYTES, dtype=torch.uint8, device=self.world.device)
 
     def run(self, phase: str) -> None:
         """Launch one kernel for all ranks."""
@@ -109,24 +146,67 @@ class RailBench:
         self.world.launch(name, calls)
 
     def check(self) -> None:
-        """Compare one round with the specification.
+        """Compare rows and sums of the last round with the specification.
 
         Raises:
             AssertionError: a bit differs.
         """
-        for phase in self.calls:
-            self.run(phase)
         for rank, (recv_x, _) in enumerate(self.outputs):
             assert_same_bits("recv_x", recv_x, self.work.recv_x[rank])
-
-    def check_sums(self) -> None:
-        """Compare the sums of the last round with the specification.
-
-        Raises:
-            AssertionError: a bit differs.
-        """
         for rank, out in enumerate(self.out):
             assert_same_bits("out", out, self.work.out[rank])
+
+    def time_us(self, rounds: int) -> dict[str, list[float]]:
+        """Event times of each phase inside whole rounds, the L2 swept before each."""
+        events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]]
+        events = {phase: [] for phase in self.calls}
+        for _ in range(rounds + _WARM_UP):
+            for phase, pairs in events.items():
+                start = torch.cuda.Event(enable_timing=True)
+                end = torch.cuda.Event(enable_timing=True)
+                self._sweep()
+                start.record()
+                self.run(phase)
+                end.record()
+                pairs.append((start, end))
+        torch.cuda.synchronize()
+        return {
+            phase: [1000 * start.elapsed_time(end) for start, end in pairs[_WARM_UP:]]
+            for phase, pairs in events.items()
+        }
+
+    def _sweep(self) -> None:
+        self.sweep.amax()  # reads: a write would leave its own write-back to the kernel
+        torch.cuda._sleep(20_000)  # so that the launch is queued before the clock starts
+
+    def time_roles(self, rounds: int) -> dict[str, Role]:
+        """Roles of dispatch and of the return: medians over rounds of means over ranks.
+
+        Of a module for tests, in rounds as `time_us` has them.
+        """
+        seen: dict[str, list[Role]] = {}
+        for _ in range(rounds + _WARM_UP):
+            for phase in self.calls:
+                self._sweep()
+                self.run(phase)
+            torch.cuda.synchronize()
+            for name, role in self._last_roles():
+                seen.setdefault(name, []).append(role)
+        return {name: _middle(roles[_WARM_UP:]) for name, roles in seen.items()}
+
+    def _last_roles(self) -> Iterator[tuple[str, Role]]:
+        setting = self.setting
+        row_bytes = 2 * setting.hidden
+        copies = setting.num_tokens * setting.num_topk * row_bytes
+        crossing, home = self.rail_rows() * row_bytes, setting.num_tokens * row_bytes
+        times = [self.world.role_times(rank) for rank in range(self.world.shape.ep_size)]
+        dispatch = torch.stack([one for one, _ in times])
+        back = torch.stack([one for _, one in times])
+        sms, blocks = setting.num_sms, setting.num_blocks
+        yield "forward", _role(dispatch[:, :sms], copies)
+        yield "send", _role(dispatch[:, sms:], crossing)
+        yield "return", _role(back[:, :blocks], crossing)
+        yield "receive", _role(back[:, blocks:], home)
 
     def rail_rows(self) -> int:
         """Rows that one rank sends to other domains, on average."""
@@ -138,74 +218,143 @@ class RailBench:
                     total += int((domain == other).any(1).sum())
         return total // len(self.work.plans)
 
-    def payload_bytes(self, phase: str) -> tuple[int, int]:
-        """Bytes that a rank's rail blocks carry, and those that its domain blocks store."""
-        row_bytes = 2 * self.setting.hidden
-        copies = self.setting.num_tokens * self.setting.num_topk
-        rails = self.rail_rows() * row_bytes
-        return {
-            "dispatch": (rails, copies * row_bytes),
-            "combine_domain": (0, copies * row_bytes),
-            "combine_return": (rails, self.setting.num_tokens * row_bytes),
-        }.get(phase, (0, 0))
+
+def _role(words: Tensor, moved_bytes: int) -> Role:
+    """`words`: [ranks, blocks, 8] of one role."""
+    values = words.to(torch.float64)
+    spans_ns = values[:, :, 1].amax(1) - values[:, :, 0].amin(1)
+    warp_cycles = values[:, :, 2].sum() * _WARPS
+    spent = values[:, :, 3:6].sum((0, 1)) / warp_cycles
+    return Role(
+        us=float(spans_ns.mean()) / 1e3,
+        blocks=words.shape[1],
+        moved_bytes=moved_bytes,
+        shares=dict(zip(_COLUMNS, spent.tolist(), strict=True)),
+    )
+
+
+def _middle(roles: Sequence[Role]) -> Role:
+    """The medians of several rounds."""
+    shares = {name: median(role.shares[name] for role in roles) for name in _COLUMNS}
+    return replace(roles[0], us=median(role.us for role in roles), shares=shares)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all settings, print a table, append one line for each phase."""
+    """Run all settings, print a table, append one line for each phase and role."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=None, help="JSON lines file to append to")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of each rank")
     parser.add_argument("--kernels", default="ep_kernels", help="module to time")
+    parser.add_argument(
+        "--role-kernels", default="ep_kernels_mutated", help="module for roles; empty: none"
+    )
     options = parser.parse_args(arguments)
     log = log_of_module(options.out, "ep_dispatcher.bench.rails_one_gpu", arguments or sys.argv[1:])
     kernels = load_kernels(options.kernels)
-    for setting in SETTINGS:
-        bench = RailBench(RailSetting(**(vars(setting) | {"num_tokens": options.tokens})), kernels)
-        _report(bench, log, options.rounds)
-        del bench
+    role_kernels = load_kernels(options.role_kernels) if options.role_kernels else None
+    for plain in SETTINGS:
+        setting = replace(plain, num_tokens=options.tokens)
+        _report_phases(setting, kernels, log, options.rounds)
         torch.cuda.empty_cache()
+        if role_kernels is not None:
+            _report_roles(setting, role_kernels, log, options.rounds)
+            torch.cuda.empty_cache()
     return 0
 
 
-def _report(bench: RailBench, log: ResultLog | None, rounds: int) -> None:
-    bench.check()
-    bench.check_sums()
-    setting = bench.setting
-    cells = []
+def _checked(setting: RailSetting, kernels: object) -> RailBench:
+    """A bench whose first round was right."""
+    bench = RailBench(setting, kernels)
     for phase in bench.calls:
-        times = summarise_times(
-            time_rounds_us(lambda phase=phase: bench.run(phase), rounds, bench.sweep)  # type: ignore[misc]
+        bench.run(phase)
+    bench.check()
+    return bench
+
+
+def _report_phases(
+    setting: RailSetting, kernels: object, log: ResultLog | None, rounds: int
+) -> None:
+    bench = _checked(setting, kernels)
+    times = bench.time_us(rounds)
+    bench.check()
+    cells = []
+    for phase, of_rounds in times.items():
+        summary = summarise_times(of_rounds)
+        per_token = 1000 * float(summary["median_us"]) / setting.num_tokens
+        cells.append(f"{phase} {summary['median_us']:.0f} us ({per_token:.0f} ns a token)")
+        _write(log, setting, "ep_dispatcher/device", phase, per_token, **summary)
+    _show(setting, cells)
+
+
+def _report_roles(
+    setting: RailSetting, kernels: object, log: ResultLog | None, rounds: int
+) -> None:
+    bench = _checked(setting, kernels)
+    launches = bench.time_us(rounds)
+    roles = bench.time_roles(rounds)
+    bench.check()
+    cells = []
+    for name, role in roles.items():
+        phase = "dispatch" if name in ("forward", "send") else "combine_return"
+        launch_us = float(summarise_times(launches[phase])["median_us"])
+        per_token = 1000 * role.us / setting.num_tokens
+        shares = {f"{what}_share": round(share, 3) for what, share in role.shares.items()}
+        _write(
+            log,
+            setting,
+            "ep_dispatcher/device, module for tests",
+            f"{phase}/{name}",
+            per_token,
+            role_us=round(role.us, 1),
+            role_blocks=role.blocks,
+            moved_bytes=role.moved_bytes,
+            GBps_per_block=round(role.gb_s_per_block, 2),
+            launch_us=launch_us,
+            rounds=rounds,
+            **shares,
         )
-        median = float(times["median_us"])
-        rails, stored = bench.payload_bytes(phase)
-        per_token = 1000 * median / setting.num_tokens
-        cells.append(f"{phase} {median:.0f} us ({per_token:.0f} ns a token)")
-        if log:
-            log.write(
-                sharing="one launch",
-                suite="rails",
-                backend="ep_dispatcher/device",
-                phase=phase,
-                layout="expert_major",
-                ranks=setting.num_domains * setting.domain_size,
-                domains=setting.num_domains,
-                num_sms=setting.num_sms,
-                rail_blocks=setting.num_blocks,
-                num_tokens=setting.num_tokens,
-                hidden=setting.hidden,
-                num_topk=setting.num_topk,
-                num_experts=setting.num_experts,
-                dtype="bfloat16",
-                routing="uniform",
-                net="loop",
-                seed=0,
-                checked=True,
-                ns_per_token=round(per_token, 1),
-                rail_GBps_per_block=round(rails / median / 1e3 / setting.num_blocks, 2),
-                domain_GBps_per_sm=round(stored / median / 1e3 / setting.num_sms, 2),
-                **times,
-            )
+        cells.append(
+            f"{name} {role.us:.0f} of {launch_us:.0f} us, {role.gb_s_per_block:.1f} GB/s a block"
+        )
+    _show(setting, cells)
+
+
+def _write(
+    log: ResultLog | None,
+    setting: RailSetting,
+    backend: str,
+    phase: str,
+    ns_per_token: float,
+    **fields: Any,  # noqa: ANN401  # fields of a line
+) -> None:
+    if log is None:
+        return
+    log.write(
+        sharing="one launch",
+        suite="rails",
+        backend=backend,
+        phase=phase,
+        layout="expert_major",
+        ranks=setting.num_domains * setting.domain_size,
+        domains=setting.num_domains,
+        num_sms=setting.num_sms,
+        rail_blocks=setting.num_blocks,
+        num_tokens=setting.num_tokens,
+        hidden=setting.hidden,
+        num_topk=setting.num_topk,
+        num_experts=setting.num_experts,
+        dtype="bfloat16",
+        routing="uniform",
+        net=setting.net,
+        seed=0,
+        checked=True,
+        ns_per_token=round(ns_per_token, 1),
+        **fields,
+    )
+
+
+def _show(setting: RailSetting, cells: Sequence[str]) -> None:
     print(  # noqa: T201
         f"D x L={setting.num_domains}x{setting.domain_size} T={setting.num_tokens} "
         f"SMs={setting.num_sms}+{setting.num_blocks}: " + " | ".join(cells),
