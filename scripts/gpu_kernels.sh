@@ -65,8 +65,8 @@ build() {
 example() {
   local objects=("$BUILD"/ep_kernels-*.cu.o "$BUILD/ep_kernels-ep_dispatcher.cpp.o")
   if ! is_new "$BUILD/table_peers"; then
-    gcc -std=c11 -Wall -Wextra -O2 -Icsrc -I"$(dirname "$(command -v nvcc)")/../include" \
-      -c csrc/examples/table_peers.c -o "$BUILD/table_peers.o" &&
+    nvcc -Xcompiler=-std=c11,-Wall,-Wextra -O2 -Icsrc -c csrc/examples/table_peers.c \
+      -o "$BUILD/table_peers.o" &&
       nvcc "${FLAGS[@]}" -o "$BUILD/table_peers" "$BUILD/table_peers.o" "${objects[@]}" || return 1
   fi
   timeout 60 "$BUILD/table_peers"

@@ -17,8 +17,8 @@ RESULTS=${RESULTS:-runs/gpu_tests}
 PARTS=(build kernels faults example windows rails sanitize)
 (($# == 0)) || PARTS=("$@")
 TESTS=("$PYTHON" -m pytest -q --maxfail 10 --timeout 60 -p no:cacheprovider)
-SANITIZED='(equals and (16-2-duplicates or 1-4-skewed)) or (capacity and 333)'
-SANITIZER=(compute-sanitizer --error-exitcode 9 --kernel-name kernel_substring=_kernelILi)
+SANITIZED=tiny # rounds of test_kernels.py that run every kernel in every form
+OURS=(--kernel-name kernel_substring=_ZN2ep) # kernels of namespace ep
 failed=0
 mkdir -p "$RESULTS"
 
@@ -59,17 +59,27 @@ part_rails() { # one launch and processes; each test says what it needs
   stop_mps
 }
 
-part_sanitize() {
-  local tool
-  export CUDA_MODULE_LOADING=LAZY # the kernels share one launch here; eager loading takes minutes
-  for tool in memcheck initcheck racecheck; do
-    check "$tool" 150 "${SANITIZER[@]}" --tool "$tool" "${TESTS[@]}" --timeout 140 \
-      tests/test_kernels.py -k "$SANITIZED"
-  done
-  # It counts a block's barriers from cuda::barrier objects, of which ours are none: told here.
-  check synccheck 60 "${SANITIZER[@]}" --tool synccheck --num-cuda-barriers 256 \
+# sanitize TOOL OPTION...: over the tiny rounds, and over the C example
+sanitize() {
+  local tool=$1
+  shift
+  check "$tool" 150 compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" \
+    "${TESTS[@]}" --timeout 140 tests/test_kernels.py -k "$SANITIZED"
+  check "$tool example" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" \
     build/gpu_kernels/table_peers
+}
+
+part_sanitize() {
+  # The kernels share one launch here, so code may be loaded lazily; eager loading takes minutes.
+  # Allocations are torch's own pieces of memory only without its cache.
+  export CUDA_MODULE_LOADING=LAZY PYTORCH_NO_CUDA_MEMORY_CACHING=1
+  sanitize memcheck "${OURS[@]}"
+  sanitize initcheck # follows what other kernels write, so it must see them all
+  sanitize racecheck "${OURS[@]}"
+  # It counts a block's barriers from cuda::barrier objects, of which ours are none: told here.
+  sanitize synccheck "${OURS[@]}" --num-cuda-barriers 256
   export CUDA_MODULE_LOADING=EAGER
+  unset PYTORCH_NO_CUDA_MEMORY_CACHING
 }
 
 : >"$RESULTS/table.txt"
