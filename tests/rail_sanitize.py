@@ -1,0 +1,118 @@
+"""Tiny rounds over several domains, for compute-sanitizer (scripts/gpu_tests.sh).
+
+    compute-sanitizer --tool memcheck python tests/rail_sanitize.py
+
+What must come out is computed on the CPU, so that hardly any kernel but ours has to be looked at.
+`--overrun` gives one call too little memory: memcheck has to tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+from kernel_world import routing_of
+from rail_cases import new_rail_world, no_faults
+from torch import Tensor
+
+from ep_dispatcher.bench.one_gpu import OneGpuWorld
+from ep_dispatcher.bench.one_gpu_spec import Round, assert_same_bits, make_round
+from ep_dispatcher.bench.rail_world import RailWorld
+
+WORLDS = [(2, 1), (2, 2)]  # domains, ranks of each
+TIMEOUT_S = 60.0  # the kernels run a thousand times slower
+
+
+def _rounds(world: RailWorld) -> tuple[Round, Round]:
+    """A round and what must come out, on the CPU; and its inputs on the GPU."""
+    shape = world.shape
+    on_cpu = SimpleNamespace(
+        shape=shape, device=torch.device("cpu"), placement=world.placement, topology=world.topology
+    )
+    tokens = [shape.max_tokens - rank for rank in range(shape.ep_size)]
+    routing = routing_of("duplicates", tokens, shape.num_topk, shape.num_experts, 0)
+    work = make_round(cast("OneGpuWorld", on_cpu), routing, alignment=4)
+
+    def there(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.to(world.device) for tensor in tensors]
+
+    return work, replace(
+        work,
+        topk_idx=there(work.topk_idx),
+        topk_weights=there(work.topk_weights),
+        x=there(work.x),
+        expert_out=there(work.expert_out),
+        row_grads=there(work.row_grads),
+    )
+
+
+def _compare(name: str, got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for rank, (one, right) in enumerate(zip(got, expected, strict=True)):
+        assert_same_bits(f"rank {rank} {name}", one.cpu(), right)
+
+
+def check_tiny_round(world: RailWorld, say: Callable[[str], None], *, overrun: bool) -> None:
+    """Plan, both kinds of dispatch, combine with gradients."""
+    expected, work = _rounds(world)
+    plans = [world.new_rail_plan(rank, *topk.shape) for rank, topk in enumerate(work.topk_idx)]
+    calls = world.rail_plan_calls(plans, work.topk_idx, work.alignment)
+    short = torch.zeros(1, dtype=torch.int64, device=world.device)
+    if overrun:
+        calls[0].counts = short.data_ptr()
+    world.launch("rail_exchange", calls)
+    world.launch("rail_counts", calls)
+    world.launch("route", world.virtual_route_calls(plans, work.alignment))
+    no_faults(world)
+    say("plan")
+    for duplicate in (0, 1):
+        outputs = world.new_outputs(work.rows, weights=True)
+        dispatches = world.rail_dispatch_calls(plans, work.x, work.topk_weights, outputs, duplicate)
+        world.launch("rail_dispatch", dispatches)
+        no_faults(world)
+        _compare("recv_x", [rows for rows, _ in outputs], expected.recv_x)
+        _compare("recv_weights", [w for _, w in outputs if w is not None], expected.recv_weights)
+        say(f"dispatch {duplicate}")
+    out = [torch.empty_like(rows) for rows in work.x]
+    grads = [torch.empty_like(weights) for weights in work.topk_weights]
+    domains, returns = world.rail_combine_calls(plans, work.expert_out, out, work.row_grads, grads)
+    world.launch("combine", domains)
+    world.launch("rail_return", returns)
+    no_faults(world)
+    _compare("out", out, expected.out)
+    _compare("weights_grad", grads, expected.weight_grads)
+    say("combine")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """A round for each world and net."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nets", nargs="*", default=["loop", "chaos"])
+    parser.add_argument("--overrun", action="store_true")
+    options = parser.parse_args(words)
+    start = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - start:7.1f} s  {what}", flush=True)  # noqa: T201
+
+    torch.zeros(1, device="cuda")
+    say("context")
+    for net in options.nets:
+        for num_domains, domain_size in WORLDS:
+            world = new_rail_world(
+                num_domains, domain_size, net=net, num_blocks=1, num_channels=2, ring_depth=2,
+                num_experts=8, num_topk=2, hidden=64, max_tokens=8, output_bytes=1 << 16,
+                timeout_s=TIMEOUT_S,
+            )  # fmt: skip
+            say(f"{net} {num_domains}x{domain_size}: world")
+            check_tiny_round(world, say, overrun=options.overrun)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
