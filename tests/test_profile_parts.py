@@ -12,9 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.profile.beside import Timeline, evaluate, variants_of
 from ep_dispatcher.profile.clock import Clock, HostStamp, Span, hidden_ms, merge, overlap_of
+from ep_dispatcher.profile.parity import SPLIT, SplitCorpus, config_of
 from ep_dispatcher.profile.trace import Trace, summarise
+from ep_dispatcher.train.config import load_config
+from ep_dispatcher.train.data import BatchKey, Corpus
 
 Intervals = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 10)).map(lambda pair: (pair[0], sum(pair)))
@@ -199,3 +203,26 @@ def test_variants_have_names_of_their_own() -> None:
     variants = variants_of(16)
     assert len({each.name for each in variants}) == len(variants) == 3
     assert [each.left_free_sms for each in variants] == [0, 16, 0]
+
+
+def test_split_micro_batches_are_halves_of_the_others() -> None:
+    """The control for chunks reads the same sequences, two micro-batches for one."""
+    corpus = Corpus(torch.arange(200, dtype=torch.uint8), "", 1, "test")
+    halves = SplitCorpus.of(corpus)
+    for index in range(2):
+        whole = corpus.batch(BatchKey(1, 2, 0, index), 4, 8)
+        parts = [halves.batch(BatchKey(1, 2, 0, 2 * index + half), 2, 8) for half in range(2)]
+        for side in range(2):
+            assert torch.equal(torch.cat([part[side] for part in parts]), whole[side])
+
+
+def test_split_control_keeps_the_batch_and_refuses_another_loss() -> None:
+    """Twice the micro-batches of half the size; an auxiliary loss is no sum over tokens."""
+    path = Path(__file__).parent.parent / "configs" / "one_gpu_4ranks.yaml"
+    config = load_config(path, ["model.aux_loss=0"])
+    split = config_of(SPLIT, config, 2)
+    assert split.tokens_per_step == config.tokens_per_step
+    assert split.train.num_micro_batches == 2 * config.train.num_micro_batches
+    assert split.train.dispatcher == "alltoall"
+    with pytest.raises(ConfigError, match="aux_loss"):
+        config_of(SPLIT, load_config(path, []), 2)

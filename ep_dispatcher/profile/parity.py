@@ -4,7 +4,8 @@
 
 Every variant starts from the same seed and reads the same text. Ours passes if its losses differ
 from alltoall's by no more than those of Megatron's allgather do, and if it gives the same bits
-when it is run again.
+when it is run again. "alltoall split" is a control for chunks: Megatron's dispatcher with each
+micro-batch in two halves, so that a weight's gradient is the sum of two products there too.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ep_dispatcher.bench.results import ResultLog
+from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.launch import OK
 from ep_dispatcher.megatron.options import OverlapOptions
 from ep_dispatcher.train.config import TrainConfig, load_config
-from ep_dispatcher.train.data import Corpus, load_corpus
+from ep_dispatcher.train.data import BatchKey, Corpus, load_corpus
 from ep_dispatcher.train.progress import say
 from ep_dispatcher.train.runtime import Runtime, open_runtime
 
@@ -42,6 +45,7 @@ VARIANTS = (
     "ours 1f1b",
     "alltoall 1f1b",
 )
+SPLIT = "alltoall split"  # not among them, as it changes an auxiliary loss
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,32 @@ class Run:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class SplitCorpus(Corpus):
+    """The same text in micro-batches of half the size: two of them are one of the whole."""
+
+    def batch(self, key: BatchKey, micro_batch: int, seq_length: int) -> tuple[Tensor, Tensor]:
+        """A half of the micro-batch that the other variants read."""
+        whole = dataclasses.replace(key, index=key.index // 2)
+        tokens, labels = super().batch(whole, 2 * micro_batch, seq_length)
+        first = key.index % 2 * micro_batch
+        half = slice(first, first + micro_batch)
+        return tokens[half], labels[half]
+
+    @classmethod
+    def of(cls, corpus: Corpus) -> SplitCorpus:
+        """Over the same text."""
+        return cls(corpus.tokens, corpus.sha256, corpus.num_files, corpus.source)
+
+
 def config_of(name: str, config: TrainConfig, chunks: int) -> TrainConfig:
-    """The config of a variant."""
+    """The config of a variant.
+
+    Raises:
+        ConfigError: micro-batches that cannot be split, or whose halves have another loss.
+    """
+    if name == SPLIT:
+        config = _split(config)
     dispatcher = name.split()[0]
     overlap = OverlapOptions(chunks=chunks if dispatcher == "chunks" else 1)
     ours = dispatcher in ("ours", "chunks")
@@ -78,6 +106,19 @@ def config_of(name: str, config: TrainConfig, chunks: int) -> TrainConfig:
         ),
         ep_dispatcher=dataclasses.replace(config.ep_dispatcher, overlap=overlap),
     )
+
+
+def _split(config: TrainConfig) -> TrainConfig:
+    train, model = config.train, config.model
+    if train.micro_batch % 2 or model.aux_loss:
+        raise ConfigError(
+            f"train.micro_batch is {train.micro_batch} and model.aux_loss {model.aux_loss}; "
+            f"{SPLIT!r} needs an even one and 0, as that loss is no sum over tokens"
+        )
+    halves = dataclasses.replace(
+        train, micro_batch=train.micro_batch // 2, num_micro_batches=2 * train.num_micro_batches
+    )
+    return dataclasses.replace(config, train=halves)
 
 
 def train(config: TrainConfig, corpus: Corpus, runtime: Runtime) -> Run:
@@ -108,6 +149,11 @@ def train(config: TrainConfig, corpus: Corpus, runtime: Runtime) -> Run:
 def worst(losses: Sequence[float], others: Sequence[float]) -> float:
     """Largest difference of two losses of one step."""
     return max(abs(one - other) for one, other in zip(losses, others, strict=True))
+
+
+def mean_difference(losses: Sequence[float], others: Sequence[float]) -> float:
+    """Mean size of the difference of the losses of one step."""
+    return statistics.fmean(abs(one - other) for one, other in zip(losses, others, strict=True))
 
 
 def record(runs: dict[str, Run], config: TrainConfig, log: ResultLog) -> list[str]:
@@ -142,15 +188,18 @@ def record(runs: dict[str, Run], config: TrainConfig, log: ResultLog) -> list[st
             last_loss=run.losses[-1],
             losses=[round(loss, 6) for loss in run.losses],
             max_loss_difference=difference,
+            mean_loss_difference=mean_difference(run.losses, reference.losses),
+            last_loss_difference=abs(run.losses[-1] - reference.losses[-1]),
             allgather_loss_difference=allowed,
             checked=ours and allowed is not None and difference <= allowed,
             same_bits_again=same_bits,
             median_us=round(run.step_s * 1e6, 1),
         )
         words.append(
-            f"{name:14s} loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}  from alltoall "
-            f"{difference:.2e}  step {run.step_s * 1e3:.1f} ms  {run.tiers}"
-            + ("" if same_bits is None else f"  same bits again: {same_bits}")
+            f"{name:14s} loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}  from alltoall worst "
+            f"{difference:.2e} mean {mean_difference(run.losses, reference.losses):.2e} last "
+            f"{abs(run.losses[-1] - reference.losses[-1]):.2e}  step {run.step_s * 1e3:.1f} ms  "
+            f"{run.tiers}" + ("" if same_bits is None else f"  same bits again: {same_bits}")
         )
     return words
 
@@ -179,18 +228,53 @@ def compare(words: Sequence[str], config: TrainConfig, runtime: Runtime) -> None
     corpus = load_corpus(config.data, config.model.seq_length)
     torch.use_deterministic_algorithms(True, warn_only=True)  # of what is Megatron's and torch's
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+    command: list[Any] = [sys.executable, "-m", "ep_dispatcher.profile.parity", *words]
+    log = ResultLog(args.out, command)
+    found = []
+    for seed in args.seeds or [config.train.seed]:
+        seeded = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
+        found.append(_compare_seed(args, seeded, corpus, runtime, log))
+    if runtime.is_first and len(found) > 1:
+        for line in summarise_seeds(found):
+            say(line)
+
+
+def _compare_seed(
+    args: argparse.Namespace, config: TrainConfig, corpus: Corpus, runtime: Runtime, log: ResultLog
+) -> dict[str, Run]:
+    """All variants with one seed; collective."""
     runs: dict[str, Run] = {}
+    began = time.perf_counter()
     try:
         for name in args.variants.split(","):
-            runs[name] = train(config_of(name, config, args.chunks), corpus, runtime)
+            text = SplitCorpus.of(corpus) if name == SPLIT else corpus
+            runs[name] = train(config_of(name, config, args.chunks), text, runtime)
             gc.collect()
             if runtime.is_first:
-                say(f"{name}: {runs[name].losses[0]:.6f} -> {runs[name].losses[-1]:.6f}")
+                losses, passed_s = runs[name].losses, time.perf_counter() - began
+                say(
+                    f"{passed_s:6.1f} s  seed {config.train.seed}  {name}: "
+                    f"{losses[0]:.6f} -> {losses[-1]:.6f}"
+                )
     finally:  # what was measured is kept where a later variant fails
         if runtime.is_first and "alltoall" in runs:
-            command: list[Any] = [sys.executable, "-m", "ep_dispatcher.profile.parity", *words]
-            for line in record(runs, config, ResultLog(args.out, command)):
+            for line in record(runs, config, log):
                 say(line)
+    return runs
+
+
+def summarise_seeds(found: Sequence[dict[str, Run]]) -> list[str]:
+    """Differences from alltoall over seeds: mean over steps and seeds, worst, and of last steps."""
+    words = [f"differences of losses from alltoall over {len(found)} seeds"]
+    for name in found[0]:
+        pairs = [(runs[name].losses, runs["alltoall"].losses) for runs in found]
+        mean = statistics.fmean(mean_difference(*pair) for pair in pairs)
+        last = statistics.fmean(abs(own[-1] - other[-1]) for own, other in pairs)
+        words.append(
+            f"{name:14s} mean {mean:.2e}  worst {max(worst(*pair) for pair in pairs):.2e}  "
+            f"mean of last steps {last:.2e}"
+        )
+    return words
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -200,6 +284,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--chunks", type=int, default=2)
     parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--seeds", type=int, nargs="*", help="instead of the config's train.seed")
     parser.add_argument("--out", type=Path, default=Path("docs/results/train.jsonl"))
     return parser
 
