@@ -71,7 +71,7 @@ sanitize() {
 
 part_sanitize() {
   # The kernels share one launch here, so code may be loaded lazily; eager loading takes minutes.
-  # Allocations are torch's own pieces of memory only without its cache.
+  # Without the cache of torch, each tensor is an allocation whose end the tools can see.
   export CUDA_MODULE_LOADING=LAZY PYTORCH_NO_CUDA_MEMORY_CACHING=1
   sanitize memcheck "${OURS[@]}"
   sanitize initcheck # follows what other kernels write, so it must see them all
