@@ -253,13 +253,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log = log_of_module(options.out, "ep_dispatcher.bench.rails_one_gpu", arguments or sys.argv[1:])
     kernels = load_kernels(options.kernels)
     role_kernels = load_kernels(options.role_kernels) if options.role_kernels else None
-    for plain in SETTINGS:
-        setting = replace(plain, num_tokens=options.tokens)
+    settings = [replace(setting, num_tokens=options.tokens) for setting in SETTINGS]
+    for setting in settings:
         _report_phases(setting, kernels, log, options.rounds)
         torch.cuda.empty_cache()
-        if role_kernels is not None:
-            _report_roles(setting, role_kernels, log, options.rounds)
-            torch.cuda.empty_cache()
+    for setting in settings if role_kernels is not None else ():
+        _report_roles(setting, role_kernels, log, options.rounds)
+        torch.cuda.empty_cache()
     return 0
 
 
