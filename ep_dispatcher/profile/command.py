@@ -24,6 +24,7 @@ from ep_dispatcher.profile.trace import Trace, summarise
 from ep_dispatcher.slurm import adopt_slurm
 from ep_dispatcher.train.config import TrainConfig
 from ep_dispatcher.train.data import load_corpus
+from ep_dispatcher.train.progress import Steps
 from ep_dispatcher.train.runtime import Runtime
 
 SUMMARY = "summary.json"
@@ -104,15 +105,19 @@ def profile_job(config: TrainConfig, warm_up: int, runtime: Runtime) -> None:
     from ep_dispatcher.train.loop import Trainer
     from ep_dispatcher.train.model import build_job
 
+    steps = Steps(speaks=runtime.is_first)
     corpus = load_corpus(config.data, config.model.seq_length)
     job = build_job(config, runtime)
     trainer = Trainer(config, corpus, runtime, job)
     for step in range(warm_up):
+        steps(f"step {step + 1} of {warm_up} to warm up")
         trainer.step(step)
+    steps(f"{config.train.steps} steps under the profiler, whose own start takes a while")
     folder = Path(config.train.out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"trace_rank{runtime.rank}.json"
     _record(trainer, range(warm_up, warm_up + config.train.steps), path, on_gpu=runtime.on_gpu)
+    steps(f"reading {path}")
     told: list[Any] = [None] * runtime.num_ranks
     dist.all_gather_object(told, summarise(Trace.read(path)))
     if runtime.is_first:

@@ -23,14 +23,14 @@ from ep_dispatcher import EpConfig, EPGroup, MoeShape
 from ep_dispatcher.bench.results import ResultLog
 from ep_dispatcher.profile.trace import Trace
 from ep_dispatcher.ranges import LAYER, phase
-from ep_dispatcher.train.progress import say
+from ep_dispatcher.train.progress import Steps, say
 
 SHAPE = MoeShape(hidden=2048, num_topk=8, num_experts=64)
 TOKENS = 2048
 _LAYERS = 4
 
 
-def trace_of(group: EPGroup, topk_idx: torch.Tensor, x: torch.Tensor) -> Trace:
+def trace_of(group: EPGroup, topk_idx: torch.Tensor, x: torch.Tensor, steps: Steps) -> Trace:
     """Run some layers, forward and backward inside one range each, and read their trace."""
 
     def layer() -> None:
@@ -42,13 +42,16 @@ def trace_of(group: EPGroup, topk_idx: torch.Tensor, x: torch.Tensor) -> Trace:
             out = group.combine(plan, recv_x * recv_weights.unsqueeze(1).to(recv_x.dtype))
             out.backward(x.detach())
 
+    steps("layers to warm up")
     for _ in range(3):
         layer()
     torch.cuda.synchronize()
+    steps("layers under the profiler, whose own start takes a while")
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(_LAYERS):
             layer()
         torch.cuda.synchronize()
+    steps("reading the trace")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
@@ -69,6 +72,7 @@ def main(words: Sequence[str]) -> int:
 
 def measure(log: ResultLog) -> None:
     """Count both modes over the default process group, of one rank, and record them."""
+    steps = Steps()
     scores = torch.rand(TOKENS, SHAPE.num_experts, device="cuda")
     topk_idx = scores.topk(SHAPE.num_topk, 1).indices
     x = torch.randn(TOKENS, SHAPE.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -76,8 +80,9 @@ def measure(log: ResultLog) -> None:
         config = EpConfig(
             shape=SHAPE, max_tokens_per_rank=TOKENS, recv_capacity_rows=capacity, tier="device"
         )
+        steps(f"{mode}: opening the group")
         with EPGroup.create(None, config) as group:
-            trace = trace_of(group, topk_idx, x)
+            trace = trace_of(group, topk_idx, x, steps)
         plan_waits = trace.num_plans if mode == "eager" else 0
         log.write(
             sharing="one per gpu",

@@ -33,6 +33,23 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+class Steps:
+    """Says what a command that is silent for long is at, and when.
+
+    Args:
+        speaks: whether this rank does.
+    """
+
+    def __init__(self, *, speaks: bool = True) -> None:
+        """Count seconds from here."""
+        self._speaks, self._began = speaks, time.perf_counter()
+
+    def __call__(self, text: str) -> None:
+        """Print a line that starts with the seconds."""
+        if self._speaks:
+            say(f"{time.perf_counter() - self._began:6.1f} s  {text}")
+
+
 @dataclass(frozen=True)
 class Summary:
     """What is left of a run.
