@@ -86,6 +86,43 @@ def test_a_domain_past_the_deadline_is_named_and_one_before_it_is_not(name: str)
     assert {fault.phase for fault in filed} <= {ENTRY, ROWS, SUMS}
 
 
+def test_a_late_domain_delays_only_its_own_tokens() -> None:
+    """The blocks that forward the others' tokens end before it comes."""
+    late_ns = 40_000_000
+    world = new_rail_world(4, 1, mutations=True, max_tokens=128, num_channels=4)  # one a segment
+    work = new_rail_round(world, "uniform", tokens=[128] * 4)
+    check_rail_round(world, work)
+    plans = rail_plan(world, work)
+    torch.cuda.synchronize()
+    world.contexts[LATE_RANK].test_delay_us = late_ns // 1000
+    check_rows(work, rail_dispatch(world, work, plans))
+    for rank in range(LATE_RANK):
+        forward, _ = world.role_times(rank)
+        spans_ns = (forward[:4, 1] - forward[:4, 0]).tolist()
+        assert max(spans_ns[:LATE_RANK]) < late_ns // 4
+        assert spans_ns[LATE_RANK] > late_ns // 2
+
+
+MOST_RECORDS, MOST_SUMS = 4, 16  # EP_RAIL_STAGES, kMostUnsentSums
+
+
+@pytest.mark.parametrize("mutation", [0, 44])
+def test_a_warp_has_a_bounded_number_of_puts_on_their_way(mutation: int) -> None:
+    """Mutation 44 fills its places again without a wait."""
+    world = new_rail_world(2, 2, net="chaos", mutations=True, num_blocks=1, max_tokens=512)
+    work = new_rail_round(world, "uniform")
+    plans = rail_plan(world, work)
+    torch.cuda.synchronize()
+    _mutate(world, mutation)
+    rail_dispatch(world, work, plans)
+    rail_combine(world, work, plans)
+    times = [world.role_times(rank) for rank in range(4)]
+    records = max(int(dispatch[:, 6].max()) for dispatch, _ in times)
+    sums = max(int(back[:, 6].max()) for _, back in times)
+    assert records > MOST_RECORDS if mutation else records == MOST_RECORDS
+    assert MOST_RECORDS < sums <= MOST_SUMS
+
+
 @pytest.mark.parametrize("seed", range(CHAOS_SEEDS))
 def test_late_puts_and_random_delays_change_nothing(seed: int) -> None:
     num_domains, domain_size = WORLDS[seed % len(WORLDS)]

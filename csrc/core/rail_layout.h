@@ -31,6 +31,7 @@ enum RoleWord {
   kRoleWaits = 3,
   kRoleFills = 4,
   kRolePuts = 5,
+  kRoleMostUnsent = 6,  // puts of one warp that were on their way at once
   kRoleWords = 8
 };
 enum RoleKernel { kRolesOfDispatch = 0, kRolesOfReturn = 1 };

@@ -155,6 +155,12 @@ class PutCounter {
 
   __device__ void add() { ++posted_; }
 
+  // Puts on their way; 0 where a put is over when it returns.
+  __device__ uint64_t unsent() const {
+    const uint64_t sent = net_.sent(channel_);
+    return sent < posted_ ? posted_ - sent : 0;
+  }
+
   // R5: at most `most` puts are still to be sent.
   __device__ bool wait_until_unsent(int most) const {
     bool here = true;
@@ -201,6 +207,7 @@ class RoleClock {
 #ifdef EP_TEST_MUTATIONS
     if (threadIdx.x == 0 && words_ != nullptr) {
       words_[kRoleWaits] = words_[kRoleFills] = words_[kRolePuts] = 0;
+      words_[kRoleMostUnsent] = 0;
       words_[kRoleCycles] = now();
       words_[kRoleBeginNs] = time_ns();
     }
@@ -233,10 +240,13 @@ class RoleClock {
 #endif
   }
 
-  // A record's wait for a place, its making and its put.
-  __device__ void add_record([[maybe_unused]] uint64_t waiting, [[maybe_unused]] uint64_t filling,
+  // A record's wait for a place, its making and its put, after which `puts` has counted it.
+  template <class Puts>
+  __device__ void add_record([[maybe_unused]] const Puts& puts, [[maybe_unused]] uint64_t waiting,
+                             [[maybe_unused]] uint64_t filling,
                              [[maybe_unused]] uint64_t putting) const {
 #ifdef EP_TEST_MUTATIONS
+    atomicMax(words_ + kRoleMostUnsent, static_cast<unsigned long long>(puts.unsent()));
     atomicAdd(words_ + kRoleWaits, static_cast<unsigned long long>(filling - waiting));
     atomicAdd(words_ + kRoleFills, static_cast<unsigned long long>(putting - filling));
     add(kRolePuts, putting);

@@ -158,7 +158,7 @@ __device__ void send_records(const EpRailDispatchArgs& args, const RailView& vie
               source, bytes, task.channel);
       puts.add();
       if (acts) {
-        clock.add_record(start, filling, putting);
+        clock.add_record(puts, start, filling, putting);
       }
       stage = (stage + 1) % EP_RAIL_STAGES;
     }

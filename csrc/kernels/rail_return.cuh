@@ -67,7 +67,7 @@ __device__ void return_sums(const EpRailReturnArgs& args, const RailView& view, 
               view.slot(view.layout.landing, area, token), bytes, task.channel);
       puts.add();
       if (acts) {
-        clock.add_record(waiting, putting, putting);
+        clock.add_record(puts, waiting, putting, putting);
       }
     }
     if (!first && acts) {

@@ -256,7 +256,8 @@ class RailWorld(OneGpuWorld):
         Returns:
             dispatch: [C + rail blocks, 8] int64, forwarding blocks first.
             back: [rail blocks + C, 8] int64, putting blocks first. Columns: begin and end in ns,
-                cycles, then cycles that its warps waited, made records, put, added up over warps.
+                cycles; cycles that its warps waited, made records, put, added up over warps;
+                the most puts that one of them had on their way.
         """
         blocks = self.shape.num_channels + self._num_blocks
         dispatch, back = self._words(rank, "role_times", (2, blocks, 8))
