@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from device_cases import Case, Inputs, inputs, rounds_differ, run_once
+from device_cases import (
+    Case,
+    Inputs,
+    graph_replays_differ,
+    inputs,
+    rounds_differ,
+    run_once,
+)
 from loopback_rma import Plugin
 
 from ep_dispatcher import EpConfig, EPGroup, EpTimeoutError, Plan
+from ep_dispatcher.device import DeviceBackend
+from ep_dispatcher.memory import persistent_bytes
+
+Network = dict[str, str]  # settings of the plugin, which reads them for each communicator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +43,31 @@ class RailCase(Case):
         )
 
 
-def rounds_differ_on(
-    process_group: dist.ProcessGroup, case: RailCase, rounds: int, network: dict[str, str]
-) -> list[str]:
-    """`rounds_differ` with settings of the plugin, which reads them for each communicator."""
+@contextlib.contextmanager
+def settings(network: Network) -> Iterator[None]:
+    """Settings of the plugin for communicators that are made inside."""
     os.environ.update(network)
     try:
-        return rounds_differ(process_group, case, rounds)
+        yield
     finally:
         for name in network:
             del os.environ[name]
+
+
+def rounds_differ_on(
+    process_group: dist.ProcessGroup, case: RailCase, rounds: int, network: Network
+) -> list[str]:
+    """`rounds_differ` over such a network."""
+    with settings(network):
+        return rounds_differ(process_group, case, rounds)
+
+
+def replays_differ_on(
+    process_group: dist.ProcessGroup, case: RailCase, rounds: int, network: Network
+) -> list[str]:
+    """`graph_replays_differ` over such a network."""
+    with settings(network):
+        return graph_replays_differ(process_group, case, rounds)
 
 
 def count_puts(plugin: Plugin, rank: int) -> Counter[tuple[int, int]]:
@@ -92,10 +120,41 @@ def _settled(plugin: Plugin, rank: int) -> Counter[tuple[int, int]]:
     return count_puts(plugin, rank)
 
 
+def memory_of_group(process_group: dist.ProcessGroup, case: RailCase) -> tuple[int, int]:
+    """Bytes that an open group holds beside its output rows, and those of the formula."""
+    with EPGroup.create(process_group, case.config("device")) as group:
+        backend = group._backend
+        assert isinstance(backend, DeviceBackend)
+        session = backend._session
+        assert session.rails is not None
+        tables = [*session._tables.values(), *session.rails._tables.values()]
+        held = sum(table.nbytes for table in tables) + session._arena.heap - session._arena.base
+        return held, persistent_bytes(group.config, group.topology)["total"]
+
+
+@dataclass(frozen=True)
+class Told:
+    """How a rank fared in a group that failed; no phase: it raised nothing.
+
+    Attributes:
+        seconds: until it raised.
+        rank, peer, phase: of the error.
+        closing_s: seconds that closing the group took.
+        differ: results of a new group in the same process.
+    """
+
+    seconds: float
+    rank: int
+    peer: int
+    phase: str
+    closing_s: float
+    differ: list[str]
+
+
 def fault_and_after(
     process_group: dist.ProcessGroup, case: RailCase, plugin: str, fault: str
-) -> tuple[float, str, list[str]]:
-    """Make the network fail in a running group: seconds, the error, and a new group's results."""
+) -> Told:
+    """Make the network fail in a running group; then mend it and make a new group."""
     library = Plugin(Path(plugin))
     group = EPGroup.create(process_group, case.config("device"))
     given = inputs(case, group.ep_rank)
@@ -103,20 +162,56 @@ def fault_and_after(
     torch.cuda.synchronize()
     dist.barrier(group=process_group)
     assert library.inject(fault)
-    start, told = time.monotonic(), ""
+    start, error = time.monotonic(), None
     try:
         _rounds_until_told(group, given)
-    except EpTimeoutError as error:
-        told = error.phase
+    except EpTimeoutError as raised:
+        error = raised
     seconds = time.monotonic() - start
     assert library.inject("")
-    group.close(failed=True)
-    return seconds, told, rounds_differ(process_group, case)
+    return _after(process_group, case, group, seconds, error)
 
 
-def _rounds_until_told(group: EPGroup, given: Inputs, most: int = 5) -> None:
+def lagging_domain(process_group: dist.ProcessGroup, case: RailCase, lag_s: float) -> Told:
+    """The last domain makes each call so much later than the others; then make a new group."""
+    group = EPGroup.create(process_group, case.config("device"))
+    last = group.topology.num_domains - 1
+    lags = group.topology.domain_of(group.ep_rank) == last
+    given = inputs(case, group.ep_rank)
+    dist.barrier(group=process_group)
+    start, error = time.monotonic(), None
+    try:
+        _rounds_until_told(group, given, most=1, lag_s=lag_s if lags else 0.0)
+        group.check()
+    except EpTimeoutError as raised:
+        error = raised
+    return _after(process_group, case, group, time.monotonic() - start, error)
+
+
+def _after(
+    process_group: dist.ProcessGroup,
+    case: RailCase,
+    group: EPGroup,
+    seconds: float,
+    error: EpTimeoutError | None,
+) -> Told:
+    """Close the group, and see that a new one works."""
+    start = time.monotonic()
+    group.close(failed=error is not None)
+    closing_s = time.monotonic() - start
+    differ = rounds_differ(process_group, case)
+    if error is None:
+        return Told(seconds, -1, -1, "", closing_s, differ)
+    return Told(seconds, error.rank, error.peer, error.phase, closing_s, differ)
+
+
+def _rounds_until_told(group: EPGroup, given: Inputs, most: int = 5, lag_s: float = 0.0) -> None:
     for _ in range(most):
+        time.sleep(lag_s)
         plan = group.plan(given.topk_idx)
+        time.sleep(lag_s)
         recv_x, _ = group.dispatch(plan, given.x, given.weights)
+        torch.cuda.synchronize()
+        time.sleep(lag_s)
         group.combine(plan, recv_x)
         torch.cuda.synchronize()

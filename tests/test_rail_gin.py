@@ -8,82 +8,61 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import rail_gin_cases as cases
 from device_cases import rounds_differ
-from multi_process import ProcessWorld
-from rail_gin_cases import RailCase
+from rail_gin_world import LIMIT_S, WORLD_IDS, WORLDS, Domains, open_domains
 
-ROOT = Path(__file__).parents[1]
-LATE = {"LOOPBACK_RMA_DELAY_US": "200", "LOOPBACK_RMA_REORDER": "1", "LOOPBACK_RMA_SEED": "3"}
-NETWORKS = pytest.mark.parametrize("network", [{}, LATE], ids=["plain", "late and reordered"])
+PLAIN: cases.Network = {}
+
+
+def late(seed: int) -> cases.Network:
+    """Every put and signal late, in an order drawn from the seed and from timing."""
+    return {
+        "LOOPBACK_RMA_DELAY_US": "200",
+        "LOOPBACK_RMA_REORDER": "1",
+        "LOOPBACK_RMA_SEED": str(seed),
+    }
+
+
+NETWORKS = pytest.mark.parametrize(
+    "network",
+    [PLAIN, late(3), late(11), late(29)],
+    ids=["plain", "late3", "late11", "late29"],
+)
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(180)]
 
 
-class Domains:
-    """A world of ranks in domains."""
-
-    def __init__(self, world: ProcessWorld, num_ranks: int, domain_size: int) -> None:
-        """Keep what tests ask for."""
-        self.world = world
-        self.num_ranks = num_ranks
-        self.domain_size = domain_size
-
-    def case(self, **changes: object) -> RailCase:
-        """A case of this world; tokens are cut to its ranks."""
-        tokens = changes.pop("tokens", (64,) * self.num_ranks)
-        assert isinstance(tokens, tuple)
-        values = {"tokens": tokens[: self.num_ranks], "domain_size": self.domain_size, **changes}
-        return RailCase(**values)  # type: ignore[arg-type]
-
-
-WORLDS = [(4, 2), (2, 1), (4, 1)]
-
-
-@pytest.fixture(
-    scope="module", params=WORLDS, ids=[f"{ranks // size}x{size}" for ranks, size in WORLDS]
-)
+@pytest.fixture(scope="module", params=WORLDS, ids=WORLD_IDS)
 def domains(request: pytest.FixtureRequest, plugin: str) -> Iterator[Domains]:
-    """D x L processes that stay up for all tests."""
+    """Each of the worlds, for all tests."""
     num_ranks, domain_size = request.param
-    variables = {
-        "NCCL_LSA_TEAM_SIZE": str(domain_size),
-        "NCCL_RMA_PLUGIN": plugin,
-        "NCCL_GIN_TYPE": "2",
-        "NCCL_RMA_DISABLE": "1",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-        "NCCL_NVLS_ENABLE": "0",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        with ProcessWorld(num_ranks) as world:
-            yield Domains(world, num_ranks, domain_size)
+    with open_domains(num_ranks, domain_size, plugin) as opened:
+        yield opened
 
 
 @NETWORKS
-def test_every_result_is_the_references(domains: Domains, network: dict[str, str]) -> None:
+def test_every_result_is_the_references(domains: Domains, network: cases.Network) -> None:
     """Plan, rows, weights, sums and both gradients, with routings that change."""
     case = domains.case(kind="any", num_topk=4, alignment=16)
-    assert not any(domains.world.run(cases.rounds_differ_on, case, 3, network))
+    assert not any(domains.run(cases.rounds_differ_on, case, 3, network))
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"tokens": (65, 0, 1, 33), "num_topk": 3, "kind": "any"},
-        {"dtype": "float32", "hidden": 1024, "num_experts": 6},
+        {"dtype": "float32", "hidden": 1024, "num_experts": 9},
         {"precision": "exact", "num_topk": 4},
         {"kind": "all_to_one"},
+        {"hidden": 7168, "num_topk": 8, "num_experts": 32, "tokens": (300, 200, 100, 257)},
     ],
-    ids=["ragged", "float32", "exact", "all to one"],
+    ids=["ragged", "float32", "exact", "all to one", "large"],
 )
 def test_other_shapes_are_the_references(domains: Domains, changes: dict[str, object]) -> None:
-    assert not any(domains.world.run(rounds_differ, domains.case(**changes)))
+    assert not any(domains.run(rounds_differ, domains.case(**changes)))
 
 
 def test_each_token_crosses_to_each_domain_once_and_so_does_its_sum(
@@ -91,7 +70,7 @@ def test_each_token_crosses_to_each_domain_once_and_so_does_its_sum(
 ) -> None:
     """One put a (token, remote domain) there and one back, all of one size; no other put."""
     case = domains.case(num_topk=4)
-    ranks = domains.world.run(cases.puts_of_a_round, case, plugin)
+    ranks = domains.run(cases.puts_of_a_round, case, plugin)
     for crossed in ranks:
         there: Counter[int] = Counter()
         for (peer, _), number in crossed.dispatch.items():
@@ -107,16 +86,39 @@ def test_each_token_crosses_to_each_domain_once_and_so_does_its_sum(
     assert all(row_bytes <= size <= row_bytes + most_beside for size in sizes)
 
 
-@pytest.mark.fault
-@pytest.mark.parametrize("fault", ["stall:rank=1", "drop:rank=1:after=3", "fail:rank=1:after=3"])
-def test_a_network_that_fails_is_told_in_time_and_a_new_group_works(
-    domains: Domains, plugin: str, fault: str
+@pytest.mark.parametrize("network", [PLAIN, late(5)], ids=["plain", "late5"])
+def test_a_graph_of_a_layer_replays_with_other_routings(
+    domains: Domains, network: cases.Network
 ) -> None:
-    deadline_s = 2.0
-    answers = domains.world.run(
-        cases.fault_and_after, domains.case(timeout_s=deadline_s), plugin, fault
+    """Forward and backward in one CUDA graph: the proxy's thread runs whether or not one waits."""
+    case = domains.case(tokens=(64, 32, 48, 64), capacity=64 * domains.num_ranks * 2, alignment=16)
+    assert not any(domains.run(cases.replays_differ_on, case, 4, network))
+
+
+def test_static_mode_drops_what_the_reference_drops(domains: Domains) -> None:
+    """And tells the true demand."""
+    case = domains.case(capacity=48, kind="skewed", alignment=16)
+    assert not any(domains.run(rounds_differ, case, 2))
+
+
+@pytest.mark.parametrize("precision", ["rounded", "exact"])
+def test_persistent_memory_is_the_formulas(domains: Domains, precision: str) -> None:
+    """Window with all areas of the rails, and tables; NCCL's own queues come on top."""
+    case = domains.case(
+        hidden=2880, num_experts=40, num_sms=8, tokens=(512,) * 4, precision=precision
     )
-    for seconds, phase, differ in answers:
-        assert phase
-        assert seconds < 2 * deadline_s + 1
-        assert not differ
+    for held, formula in domains.run(cases.memory_of_group, case):
+        assert held == formula
+
+
+def test_a_domain_that_lags_within_the_deadline_delays_and_nothing_else(domains: Domains) -> None:
+    lag_s = 0.5
+    for told in domains.run(cases.lagging_domain, domains.case(kind="any"), lag_s):
+        assert not told.phase
+        assert told.seconds > 3 * lag_s - 0.2
+        assert not told.differ
+
+
+def test_limits_of_tests_leave_room_for_those_of_kernels() -> None:
+    """Else a wait of ours that expires would look like a hang."""
+    assert cases.RailCase().timeout_s * 4 < LIMIT_S

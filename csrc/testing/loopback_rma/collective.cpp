@@ -156,6 +156,8 @@ void Collective::remove_region(Region* region) {
   if (region->copies != 0) {
     warn("memory is deregistered while a copy uses it");
   }
+  // NCCL's thread may still post what a kernel had queued: check_range then finds it gone.
+  removed_.push_back(std::move(wire_.regions.at(region->number)));
   wire_.regions.erase(region->number);
 }
 

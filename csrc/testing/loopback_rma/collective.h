@@ -114,6 +114,7 @@ class Collective {
   std::condition_variable posted_;
   std::thread thread_;
   bool stopping_ = false;
+  std::vector<std::unique_ptr<Region>> removed_;
   uint32_t num_regions_ = 0;
   uint32_t num_contexts_ = 0;
 

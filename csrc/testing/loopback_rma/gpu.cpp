@@ -15,11 +15,13 @@ constexpr int kCudaNotReady = 600;
 constexpr unsigned kNonBlockingStream = 1;
 constexpr unsigned kEventWithoutTiming = 2;
 constexpr unsigned kPinForAllContexts = 1;
+constexpr int kRelaxedCapture = 2;
 
 // The driver's functions, by the names that cuda.h gives their present versions.
 struct Driver {
   int (*cuCtxGetCurrent)(void**);
   int (*cuCtxSetCurrent)(void*);
+  int (*cuThreadExchangeStreamCaptureMode)(int*);
   int (*cuCtxGetStreamPriorityRange)(int*, int*);
   int (*cuStreamCreateWithPriority)(void**, unsigned, int);
   int (*cuStreamSynchronize)(void*);
@@ -51,6 +53,7 @@ Driver open_driver() {
 #define RESOLVE(name) resolve(library, #name, &driver.name)
   RESOLVE(cuCtxGetCurrent);
   RESOLVE(cuCtxSetCurrent);
+  RESOLVE(cuThreadExchangeStreamCaptureMode);
   RESOLVE(cuCtxGetStreamPriorityRange);
   RESOLVE(cuStreamCreateWithPriority);
   RESOLVE(cuStreamSynchronize);
@@ -135,8 +138,11 @@ bool Gpu::pin(void* data, size_t bytes) {
   return true;
 }
 
+// A graph that another thread captures is none of this thread's business, and stays whole.
 void Gpu::enter() const {
+  int mode = kRelaxedCapture;
   driver().cuCtxSetCurrent(context_);
+  driver().cuThreadExchangeStreamCaptureMode(&mode);
 }
 
 void Gpu::start(void* to, const void* from, size_t bytes, Lane lane, Ticket* ticket) {

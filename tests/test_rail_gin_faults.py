@@ -1,0 +1,52 @@
+"""Several domains over NCCL's own GIN where the network or a domain fails: told, in time, and over.
+
+As tests/test_rail_gin.py; apart from it, as a rank that hangs here must not cost its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import rail_gin_cases as cases
+from rail_gin_world import WORLDS, Domains, open_domains
+
+DEADLINE_S = 2.0
+CLOSING_S = 10.0  # NCCL's abort of a communicator, and that of the plugin
+
+pytestmark = [pytest.mark.gpu(1), pytest.mark.fault, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module", params=WORLDS[:3], ids=["2x2", "2x1", "4x1"])
+def domains(request: pytest.FixtureRequest, plugin: str) -> Iterator[Domains]:
+    """The worlds of up to four ranks, for all tests."""
+    num_ranks, domain_size = request.param
+    with open_domains(num_ranks, domain_size, plugin) as opened:
+        yield opened
+
+
+def check_told(domains: Domains, answers: list[cases.Told], culprits: set[int]) -> None:
+    """Every rank was told in time, the culprits' rails were named, and a new group was right."""
+    for told in answers:
+        assert told.phase
+        assert told.seconds < 2 * DEADLINE_S + 2
+        assert told.closing_s < CLOSING_S
+        assert not told.differ
+    named = {told.peer for told in answers} | {told.rank for told in answers}
+    assert named & culprits, f"{culprits} of {domains.num_ranks} ranks are to blame: {answers}"
+
+
+@pytest.mark.parametrize("fault", ["stall:rank=1", "drop:rank=1:after=3", "fail:rank=1:after=3"])
+def test_a_network_that_fails_is_told_in_time_and_a_new_group_works(
+    domains: Domains, plugin: str, fault: str
+) -> None:
+    """Rank 1's side of the wire stands still, or loses a put, or says that one failed."""
+    case = domains.case(timeout_s=DEADLINE_S)
+    check_told(domains, domains.run(cases.fault_and_after, case, plugin, fault), {1})
+
+
+def test_a_domain_past_the_deadline_is_told_and_a_new_group_works(domains: Domains) -> None:
+    case = domains.case(timeout_s=DEADLINE_S)
+    last = set(range(domains.num_ranks - domains.domain_size, domains.num_ranks))
+    answers = domains.run(cases.lagging_domain, case, 1.5 * DEADLINE_S)
+    check_told(domains, answers, last)
