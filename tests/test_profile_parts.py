@@ -16,6 +16,8 @@ from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.profile.beside import Timeline, evaluate, variants_of
 from ep_dispatcher.profile.clock import Clock, HostStamp, Span, hidden_ms, merge, overlap_of
 from ep_dispatcher.profile.parity import SPLIT, SplitCorpus, config_of
+from ep_dispatcher.profile.picture import last_layer
+from ep_dispatcher.profile.picture import main as picture
 from ep_dispatcher.profile.trace import Trace, summarise
 from ep_dispatcher.train.config import load_config
 from ep_dispatcher.train.data import BatchKey, Corpus
@@ -226,3 +228,25 @@ def test_split_control_keeps_the_batch_and_refuses_another_loss() -> None:
     assert split.train.dispatcher == "alltoall"
     with pytest.raises(ConfigError, match="aux_loss"):
         config_of(SPLIT, load_config(path, []), 2)
+
+
+def test_picture_shows_the_last_layer_of_a_trace(tmp_path: Path) -> None:
+    """Two layers one after the other: only the phases of the second, from its plan on."""
+    marks: list[Any] = []
+    work: list[Any] = []
+    for start in (0.0, 1000.0):
+        for index, name in enumerate(("plan", "dispatch", "combine_backward", "dispatch_backward")):
+            at = start + 10 * index
+            marks.append(event("user_annotation", f"ep:{name}", at, 5))
+            work += launched(int(at) + 1, name, at + 1, at + 100, at + 102 + index)
+    spans = last_layer(Trace([*marks, *work]))
+    assert [span.name for span in spans] == [
+        "plan", "dispatch", "combine_backward", "dispatch_backward",
+    ]  # fmt: skip
+    assert spans[0].start_ms == 0
+    assert spans[1].start_ms == pytest.approx(0.01)
+    assert spans[3].end_ms - spans[3].start_ms == pytest.approx(0.005)
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": [*marks, *work]}))
+    assert picture([f"1 chunk={trace}", str(tmp_path / "layer.png")]) == 0
+    assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
