@@ -42,12 +42,16 @@ def world(request: pytest.FixtureRequest) -> Iterator[ProcessWorld]:
         Case(tokens=(1, 1, 1, 1), num_topk=1, num_experts=9),
         Case(hidden=72, num_sms=1),
         Case(hidden=2880, num_sms=8, tokens=(200, 100, 300, 150), num_topk=4),
+        Case(combine="push", kind="skewed", hidden=1024, num_topk=8, num_experts=32),
+        Case(combine="push", tokens=(65, 0, 1, 33), kind="any", num_topk=3, precision="exact"),
+        Case(combine="push", hidden=2880, num_sms=8, tokens=(200, 100, 300, 150), num_topk=4),
         Case(duplicates="receiver", hidden=7168, num_topk=8, num_experts=32, alignment=16),
         Case(duplicates="receiver", hidden=2880, tokens=(65, 0, 1, 33), kind="any", num_topk=4),
         Case(duplicates="receiver", kind="all_to_one", num_topk=3),
     ],
     ids=lambda case: (
-        f"{case.kind} {case.dtype} T{case.tokens} H{case.hidden} K{case.num_topk} {case.duplicates}"
+        f"{case.kind} {case.dtype} T{case.tokens} H{case.hidden} K{case.num_topk} "
+        f"{case.duplicates} {case.combine}"
     ),
 )
 def test_every_result_is_the_references(world: ProcessWorld, case: Case) -> None:
