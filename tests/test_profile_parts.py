@@ -175,6 +175,12 @@ def test_summary_without_kernels() -> None:
     assert found["host_syncs_per_layer"] is None
 
 
+def test_layers_are_counted_without_their_range() -> None:
+    """Under a schedule that runs a layer's parts itself there are plans only."""
+    parts = [each for each in layer_events() if each["name"] != "ep:layer"]
+    assert summarise(Trace([*parts, event("user_annotation", "ep:plan", 300, 2)]))["layers"] == 2
+
+
 def test_compressed_traces_are_read(tmp_path: Path) -> None:
     """A .gz gives what the plain file gives."""
     text = json.dumps({"traceEvents": layer_events()})

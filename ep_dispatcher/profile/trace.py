@@ -86,7 +86,7 @@ class Trace:
 
     Attributes:
         work: what ran, in order of its start.
-        num_layers: forwards of an MoE layer.
+        num_layers: forwards of an MoE layer; plans, where a schedule runs a layer's parts itself.
         num_plans: plans made.
         num_syncs: CUDA calls that wait for the GPU, during a layer's forward or in a phase of its
             backward.
@@ -102,8 +102,8 @@ class Trace:
         marks = [each for each in kinds["user_annotation"] if each["name"].startswith(PREFIX)]
         phases = [each for each in marks if each["name"] != LAYER]
         layers = [each for each in marks if each["name"] == LAYER]
-        self.num_layers = len(layers)
         self.num_plans = sum(each["name"] == PLAN for each in marks)
+        self.num_layers = len(layers) or self.num_plans
         self.on_gpu = bool(kinds["kernel"])
         self._phases = _by_thread(phases)
         self._layers = _by_thread(layers)
