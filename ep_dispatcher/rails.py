@@ -19,7 +19,11 @@ from ep_dispatcher.memory import RING_DEPTH, partial_bytes
 from ep_dispatcher.plan import Placement
 from ep_dispatcher.rail_memory import rail_blocks, segment_tokens
 
-MAX_CONTEXTS = 4  # of GIN; NCCL's own default
+_FEWEST_CONTEXTS = 4  # of GIN; NCCL's own default
+_QUEUE_DEPTH = 256  # posts that NCCL's proxy holds for a context and peer
+_MOST_UNSENT = 16  # puts of a lane on their way: kMostUnsentSums
+_CHUNK_TOKENS = 32  # EP_RAIL_CHUNK_TOKENS
+_OTHER_POSTS = 32  # entries, parts of a routing, faults
 _NET_GIN = 2  # EP_NET_GIN
 
 
@@ -98,7 +102,7 @@ class OpenRails:
         self.rail = make_rail(module, config, domain)
         layout = self.rail.layout
         shape = module.RailShape(
-            num_contexts=min(MAX_CONTEXTS, layout.channels),
+            num_contexts=num_contexts(layout.lanes, self.segment_tokens),
             signals_per_domain=layout.signals_per_domain,
             num_counters=layout.channels,
         )
@@ -126,6 +130,26 @@ class OpenRails:
     def forget(self) -> None:
         """Let go, after the communicator was aborted."""
         self._native.forget()
+
+
+def num_contexts(lanes: int, max_tokens: int) -> int:
+    """GIN contexts to ask for, so that NCCL's queues never fill.
+
+    A post waits for room without a deadline. If the network stands still, a queue keeps what the
+    lanes of its context have posted: puts up to their bound, and one signal a chunk.
+
+    Args:
+        lanes: channels towards each other domain.
+        max_tokens: of a rank.
+
+    Example: 8 lanes, 4096 tokens -> 4; 64 lanes -> 6.
+    """
+    chunks = -(-max_tokens // _CHUNK_TOKENS)
+    for contexts in range(min(_FEWEST_CONTEXTS, lanes), lanes):
+        posts = _MOST_UNSENT * -(-lanes // contexts) + -(-chunks // contexts) + _OTHER_POSTS
+        if posts <= _QUEUE_DEPTH:
+            return contexts
+    return lanes
 
 
 def make_rail(module: Any, config: EpConfig, domain: DomainView) -> Any:  # noqa: ANN401

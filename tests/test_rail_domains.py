@@ -17,7 +17,7 @@ from ep_dispatcher import (
     device_session,
 )
 from ep_dispatcher.rail_memory import rail_blocks, segment_tokens
-from ep_dispatcher.rails import DomainView, owner_tables
+from ep_dispatcher.rails import DomainView, num_contexts, owner_tables
 
 CPU = torch.device("cpu")
 
@@ -73,6 +73,17 @@ def test_segments_hold_the_longest_rank() -> None:
     assert segment_tokens(config(), rails) == 10
     assert segment_tokens(config(max_tokens=0), rails) == 1
     assert segment_tokens(config(max_tokens=0), single) == 0
+
+
+@pytest.mark.parametrize(
+    ("lanes", "max_tokens", "contexts"),
+    [(8, 4096, 4), (64, 4096, 6), (1, 4096, 1), (2, 4096, 2), (32, 16384, 5), (64, 65536, 15)],
+)
+def test_contexts_are_enough_for_queues_that_never_fill(
+    lanes: int, max_tokens: int, contexts: int
+) -> None:
+    """16 puts a lane and a signal for each 32 tokens, spread over contexts of 256 posts."""
+    assert num_contexts(lanes, max_tokens) == contexts
 
 
 def test_several_domains_are_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 // GinNet: puts and signals to the same-index ranks of other domains, over NCCL's GIN.
 //
-// Channels are mapped to contexts, channel % num_contexts: data and its signal take the same context
-// and the same peer, as GIN orders nothing else.
+// Channels are mapped to contexts: data and its signal take the same context and the same peer, as
+// GIN orders nothing else. Lanes towards one domain, D channels apart, go round all contexts.
 // Ordering    N1 a signal is strong: once it is seen, all puts of its (channel, domain) that were
 //                posted before it lie in place. Posted by one thread, or by several that
 //                synchronised.
@@ -14,7 +14,8 @@
 // Signals and counters only grow, and nothing is reset: a CUDA graph can replay, in so far as NCCL's
 // backend takes part without the host (GDAKI) or with a thread of it that runs anyway (proxy).
 // Nothing here waits, but a post does while NCCL's queue is full (256 a context and peer with the
-// proxy's defaults): a channel's puts in flight are bounded by sent().
+// proxy's defaults), and for ever if the network stands still. So it never is: a channel's puts in
+// flight are bounded by sent(), and the host asks for contexts enough (ep_dispatcher/rails.py).
 #pragma once
 
 #include <nccl.h>
@@ -82,7 +83,7 @@ class GinNet {
 
  private:
   __device__ ncclGin gin_of(int channel) const {
-    return ncclGin(comm_, channel % handle_.num_contexts);
+    return ncclGin(comm_, channel / handle_.num_domains % handle_.num_contexts);
   }
 
   __device__ ncclWindow_t window() const { return static_cast<ncclWindow_t>(handle_.window); }
