@@ -16,6 +16,7 @@ from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.profile.beside import Timeline, evaluate, variants_of
 from ep_dispatcher.profile.clock import Clock, HostStamp, Span, hidden_ms, merge, overlap_of
 from ep_dispatcher.profile.parity import SPLIT, SplitCorpus, config_of
+from ep_dispatcher.profile.parity import main as parity_main
 from ep_dispatcher.profile.picture import last_layer
 from ep_dispatcher.profile.picture import main as picture
 from ep_dispatcher.profile.trace import Trace, summarise
@@ -234,6 +235,29 @@ def test_split_control_keeps_the_batch_and_refuses_another_loss() -> None:
     assert split.train.dispatcher == "alltoall"
     with pytest.raises(ConfigError, match="aux_loss"):
         config_of(SPLIT, load_config(path, []), 2)
+
+
+def test_words_of_a_parity_variant_change_the_config() -> None:
+    """A dispatcher, then what is changed; the rest of the config stays."""
+    path = Path(__file__).parent.parent / "configs" / "one_gpu_4ranks.yaml"
+    config = load_config(path, [])
+    found = config_of("chunks sharded recompute ledger", config, 3)
+    assert found.train.distributed_optimizer
+    assert found.model.recompute == "moe"
+    assert found.ep_dispatcher.overlap.chunks == 3
+    assert found.ep_dispatcher.debug_ledger
+    assert found.model.hidden == config.model.hidden
+    plain = config_of("alltoall 1f1b", config, 3)
+    assert (plain.train.dispatcher, plain.train.overlap) == ("alltoall", True)
+    assert not plain.ep_dispatcher.debug_ledger
+
+
+@pytest.mark.parametrize("name", ["deepep", "ours twice", ""])
+def test_unknown_parity_variants_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything runs; the message names the words."""
+    with pytest.raises(SystemExit):
+        parity_main(["--config", "none.yaml", "--variants", f"alltoall,{name}"])
+    assert "recompute" in capsys.readouterr().err
 
 
 def test_picture_shows_the_last_layer_of_a_trace(tmp_path: Path) -> None:

@@ -232,6 +232,14 @@ class ClockedBackend:
         with self._span("combine" if row_weights is None else "dispatch_backward"):
             return self._inner.combine(plan, expert_out, row_weights)
 
+    def empty_rows(self, plan: Plan) -> Tensor:
+        """See `Backend.empty_rows`."""
+        return self._inner.empty_rows(plan)
+
+    def check(self) -> None:
+        """See `Backend.check`."""
+        self._inner.check()
+
     def close(self, *, failed: bool = False) -> None:
         """See `Backend.close`."""
         self._inner.close(failed=failed)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_dispatcher.bench.results import ResultLog, summarise_times
+from ep_dispatcher.device_memory import heap_bytes_of
 from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.launch import OK
 from ep_dispatcher.megatron.options import OverlapOptions
@@ -56,7 +57,7 @@ class Variant:
         clock: records its phases.
         times_ms: forward and backward of each round.
         spans: of one round.
-        peak_bytes: device memory beyond what is there before a step.
+        peak_bytes: device memory in use beyond what is before a step, rows in our arena included.
         difference: of its output from the first variant's, relative (2-norm).
         error: why there is no result.
     """
@@ -293,6 +294,7 @@ def record(
                 gemm_slow_down=slow_down,
                 phases_us_rank0=found["phases_us_rank0"],
                 peak_bytes=found["peak_bytes"] or None,
+                arena_bytes=found.get("arena_bytes"),
             )
 
 
@@ -364,6 +366,7 @@ def _report(bench: LayerBench, config: TrainConfig, runtime: Runtime, log: Resul
         if variant.plugin is not None and found:
             tiers = {lease.group.tier for lease in variant.plugin.pool._leases.values()}
             found["backend"] = "ep_dispatcher/" + "+".join(sorted(tiers))
+            found["arena_bytes"] = _arena_bytes(variant)
         summaries[variant.name] = found
     if not runtime.is_first:
         return
@@ -378,6 +381,13 @@ def _report(bench: LayerBench, config: TrainConfig, runtime: Runtime, log: Resul
             f"hidden {found['hidden_fraction']}  experts {found['experts_us'] / 1e3:8.3f}  "
             f"peak {found['peak_bytes'] / 1e9:.3f} GB  difference {found['difference']:.1e}"
         )
+
+
+def _arena_bytes(variant: Variant) -> int | None:
+    """What our groups hold for rows whether or not there are any; None off the device tier."""
+    groups = [lease.group for lease in variant.plugin.pool._leases.values()]
+    sizes = [heap_bytes_of(each.config, each.topology) for each in groups if each.tier == "device"]
+    return sum(sizes) if sizes else None
 
 
 def _write_spans(bench: LayerBench, runtime: Runtime, path: Path) -> None:

@@ -46,6 +46,15 @@ VARIANTS = (
     "alltoall 1f1b",
 )
 SPLIT = "alltoall split"  # not among them, as it changes an auxiliary loss
+# What else may follow the dispatcher in a variant's name.
+CHANGES: dict[str, tuple[str, str, Any]] = {
+    "1f1b": ("train", "overlap", True),
+    "sharded": ("train", "distributed_optimizer", True),
+    "delayed": ("train", "delay_weight_gradients", True),
+    "recompute": ("model", "recompute", "moe"),
+    "recompute_all": ("model", "recompute", "full"),
+}
+OTHER_WORDS = ("again", "split", "ledger")
 
 
 @dataclass(frozen=True)
@@ -57,14 +66,18 @@ class Run:
         digest: of all parameters of this rank at the end.
         step_s: median time of a step.
         tiers: of our groups.
-        error: why it ended early.
+        peak_bytes: of the device memory of this rank that torch counts; 0 on the CPU.
     """
 
     losses: list[float]
     digest: float
     step_s: float
     tiers: str
-    error: str = ""
+    peak_bytes: int
+
+    def has_bits_of(self, other: Run) -> bool:
+        """Whether losses and parameters are the same."""
+        return (self.losses, self.digest) == (other.losses, other.digest)
 
 
 @dataclass(frozen=True)
@@ -86,25 +99,32 @@ class SplitCorpus(Corpus):
 
 
 def config_of(name: str, config: TrainConfig, chunks: int) -> TrainConfig:
-    """The config of a variant.
+    """The config of a variant: a dispatcher, then words of `CHANGES`.
 
     Raises:
         ConfigError: micro-batches that cannot be split, or whose halves have another loss.
     """
+    dispatcher, *words = name.split()
+    ours = dispatcher in ("ours", "chunks")
     if name == SPLIT:
         config = _split(config)
-    dispatcher = name.split()[0]
-    overlap = OverlapOptions(chunks=chunks if dispatcher == "chunks" else 1)
-    ours = dispatcher in ("ours", "chunks")
+    ep_dispatcher = dataclasses.replace(
+        config.ep_dispatcher,
+        overlap=OverlapOptions(chunks=chunks if dispatcher == "chunks" else 1),
+        debug_ledger="ledger" in words,
+    )
+    train: dict[str, Any] = {
+        "dispatcher": "ep_dispatcher" if ours else dispatcher,
+        "log_every": 1,
+    }
+    model: dict[str, Any] = {}
+    for section, key, value in (CHANGES[word] for word in words if word in CHANGES):
+        (train if section == "train" else model)[key] = value
     return dataclasses.replace(
         config,
-        train=dataclasses.replace(
-            config.train,
-            dispatcher="ep_dispatcher" if ours else dispatcher,
-            overlap=name.endswith("1f1b"),
-            log_every=1,
-        ),
-        ep_dispatcher=dataclasses.replace(config.ep_dispatcher, overlap=overlap),
+        model=dataclasses.replace(config.model, **model),
+        train=dataclasses.replace(config.train, **train),
+        ep_dispatcher=ep_dispatcher,
     )
 
 
@@ -126,6 +146,8 @@ def train(config: TrainConfig, corpus: Corpus, runtime: Runtime) -> Run:
     from ep_dispatcher.train.loop import Trainer, tiers_of
     from ep_dispatcher.train.model import build_job
 
+    if runtime.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     job = build_job(config, runtime)
     trainer = Trainer(config, corpus, runtime, job)
     losses, times = [], []
@@ -143,7 +165,8 @@ def train(config: TrainConfig, corpus: Corpus, runtime: Runtime) -> Run:
     ).sum()
     tiers = "+".join(sorted(tiers_of(job)))
     job.close()
-    return Run(losses, float(digest), statistics.median(times), tiers)
+    peak_bytes = torch.cuda.max_memory_allocated() if runtime.on_gpu else 0
+    return Run(losses, float(digest), statistics.median(times), tiers, peak_bytes)
 
 
 def worst(losses: Sequence[float], others: Sequence[float]) -> float:
@@ -162,11 +185,7 @@ def record(runs: dict[str, Run], config: TrainConfig, log: ResultLog) -> list[st
     allowed = worst(runs["allgather"].losses, reference.losses) if "allgather" in runs else None
     for name, run in runs.items():
         repeated = runs.get(f"{name} again")
-        same_bits = (
-            None
-            if repeated is None
-            else repeated == dataclasses.replace(run, step_s=repeated.step_s)
-        )
+        same_bits = None if repeated is None else repeated.has_bits_of(run)
         ours = name.startswith(("ours", "chunks"))
         difference = worst(run.losses, reference.losses)
         log.write(
@@ -193,6 +212,7 @@ def record(runs: dict[str, Run], config: TrainConfig, log: ResultLog) -> list[st
             allgather_loss_difference=allowed,
             checked=ours and allowed is not None and difference <= allowed,
             same_bits_again=same_bits,
+            peak_bytes=run.peak_bytes or None,
             median_us=round(run.step_s * 1e6, 1),
         )
         words.append(
@@ -246,7 +266,7 @@ def _compare_seed(
     runs: dict[str, Run] = {}
     began = time.perf_counter()
     try:
-        for name in args.variants.split(","):
+        for name in args.variants:
             text = SplitCorpus.of(corpus) if name == SPLIT else corpus
             runs[name] = train(config_of(name, config, args.chunks), text, runtime)
             gc.collect()
@@ -277,13 +297,28 @@ def summarise_seeds(found: Sequence[dict[str, Run]]) -> list[str]:
     return words
 
 
+def _variants(text: str) -> list[str]:
+    """Names with commas between them."""
+    names = text.split(",")
+    for name in names:
+        dispatcher, *words = name.split() or [""]
+        unknown = [word for word in words if word not in (*CHANGES, *OTHER_WORDS)]
+        if dispatcher not in ("alltoall", "allgather", "ours", "chunks") or unknown:
+            known = ", ".join((*CHANGES, *OTHER_WORDS))
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is no variant; it is alltoall, allgather, ours or chunks, then any of "
+                f"{known}"
+            )
+    return names
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ep_dispatcher.profile.parity", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--chunks", type=int, default=2)
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--variants", type=_variants, default=",".join(VARIANTS))
     parser.add_argument("--seeds", type=int, nargs="*", help="instead of the config's train.seed")
     parser.add_argument("--out", type=Path, default=Path("docs/results/train.jsonl"))
     return parser
