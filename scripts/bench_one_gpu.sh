@@ -7,7 +7,7 @@
 # --out      folder for results.jsonl, report.md, report.html and logs (default: runs/one_gpu)
 # --cells    what to measure, most telling first (default: configs/bench_one_gpu.yaml)
 # --budget   of the whole script, build included (default: 530); what does not fit becomes a row
-# --lines-only  no report: `ep-dispatcher bench report` makes it later, on any machine
+# --lines-only  no doctor and no report, which `ep-dispatcher bench report` makes on any machine
 # The rest goes to `ep-dispatcher bench run`, for example --backends ep_dispatcher/device nccl_ep.
 #
 # PYTHON     interpreter with torch and pybind11 (default: python3)
@@ -37,8 +37,10 @@ mkdir -p "$out"
 step "native module"
 build_native >"$out/build.log" 2>&1 ||
   echo "the build failed, so ep_dispatcher/device will be a row without a time: $out/build.log"
-"$PYTHON" -m ep_dispatcher doctor >"$out/doctor.txt" 2>&1
-tail -n 3 "$out/doctor.txt"
+if ((pages_s)); then
+  "$PYTHON" -m ep_dispatcher doctor >"$out/doctor.txt" 2>&1
+  tail -n 3 "$out/doctor.txt"
+fi
 
 step "MPS"
 start_mps || exit 1

@@ -24,7 +24,6 @@ from ep_dispatcher.bench.launcher import Outcome
 from ep_dispatcher.bench.layer import Layer
 from ep_dispatcher.bench.lines import lines_of
 from ep_dispatcher.bench.page_data import phase_table, with_knobs
-from ep_dispatcher.bench.report import write_pages
 from ep_dispatcher.bench.rounds import RankResult
 from ep_dispatcher.bench.spec import Work
 from ep_dispatcher.bench.targets import judge
@@ -132,21 +131,6 @@ def test_forms_of_one_backend_stand_apart_in_the_tables() -> None:
     (table,) = phase_table([with_knobs(found) for found in lines])
     names = [row[0] for row in table.rows]
     assert names == ["ep_dispatcher/device, push", "ep_dispatcher/device, gather"]
-
-
-def test_the_slow_down_of_products_is_shown_where_it_was_measured(tmp_path: Path) -> None:
-    machine = {"sharing": "mps", "gpu": "a GPU", "gpu_count": 1}
-    more = {"machine": machine, "versions": {}, "commit": "c", "when": "w", "command": "x"}
-    lines = [
-        line("ep_dispatcher/device", phase, us, num_sms=sms, run="r", **more)
-        for sms, beside in ((8, 110.0), (16, 125.0))
-        for phase, us in (("gemm_alone", 100.0), ("gemm_beside", beside))
-    ]
-    write_pages(lines, tmp_path)
-    text = (tmp_path / "report.md").read_text()
-    assert "| 100 | 110 | 1.100 |" in text
-    assert "| 100 | 125 | 1.250 |" in text
-    assert (tmp_path / "interference.png").read_bytes().startswith(b"\x89PNG")
 
 
 class LosesARow(OwnSession):

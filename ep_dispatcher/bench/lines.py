@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ep_dispatcher.bench.bandwidth import BACKWARD, FORWARD, Counts, count_rows, phase_bytes, rates
-from ep_dispatcher.bench.interference import ALONE, BESIDE
+from ep_dispatcher.bench.interference import ALONE, BESIDE, CALLS, CONTROL
 from ep_dispatcher.bench.launcher import Outcome
 from ep_dispatcher.bench.results import summarise_times
 from ep_dispatcher.bench.spec import Work
@@ -27,6 +27,7 @@ PHASES = (
     "layer_backward",
     ALONE,
     BESIDE,
+    CONTROL,
 )
 
 
@@ -57,6 +58,8 @@ def lines_of(outcome: Outcome, suite: str, sharing: str) -> Iterable[dict[str, A
             if phase in FORWARD + BACKWARD:
                 counts = outward if phase in FORWARD else homeward
                 fields |= _rate_figures(outcome, counts, phase, times["median_us"], plan_us)
+            if phase == BESIDE:
+                fields[CALLS] = min(rank["beside_calls"] for rank in outcome.ranks)
             fields["rounds_us"] = [round(us, 2) for us in slowest[phase]]
             yield fields
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ep_dispatcher.bench.interference import ALONE, BESIDE
+from ep_dispatcher.bench.interference import ALONE, BESIDE, CALLS, CONTROL, why_no_figure
 
 Line = dict[str, Any]
 PHASES = ("plan", "permute", "dispatch", "combine", "unpermute")
@@ -192,26 +192,57 @@ def cost_table(lines: Sequence[Line]) -> Table:
 
 
 def slow_down(lines: Sequence[Line], variant: tuple[str, int]) -> float | None:
-    """Time of products beside communication over their time alone; None where not measured."""
+    """Time of products beside communication over their time alone; None where that is unknown."""
     alone, beside = (median_us(lines, variant, phase) for phase in (ALONE, BESIDE))
-    return None if alone is None or beside is None else beside / alone
+    known = alone is not None and beside is not None and _why_no_figure(lines, variant) is None
+    return beside / alone if known else None  # type: ignore[operator]
 
 
 def interference_table(lines: Sequence[Line]) -> Table:
-    """What communication costs a matrix product that runs at the same time."""
+    """What communication costs matrix products that run at the same time."""
     rows = []
     for setting in dict.fromkeys(map(setting_of, timed(lines))):
         mine = [line for line in timed(lines) if setting_of(line) == setting]
         for variant in _variants(mine):
-            times = [median_us(mine, variant, phase) for phase in (ALONE, BESIDE)]
+            times = [median_us(mine, variant, phase) for phase in (ALONE, BESIDE, CONTROL)]
+            if times[1] is None:
+                continue
             ratio = slow_down(mine, variant)
-            if ratio is not None:
-                cells = (f"{us:,.0f}" for us in times)
-                where = f"{setting_words(mine[0])}, {variant[1]} SMs"
-                rows.append((variant[0], where, *cells, f"{ratio:.3f}"))
-    head = ("backend", "setting", "alone us", "beside us", "times slower")
-    note = "Four products of [T, H] and [H, H/2] in a row, while dispatch and combine repeat."
+            cells = ("" if us is None else f"{us:,.0f}" for us in times)
+            where = f"{setting_words(mine[0])}, {variant[1]} SMs"
+            verdict = _why_no_figure(mine, variant) if ratio is None else f"{ratio:.3f}"
+            rows.append((variant[0], where, *cells, _calls_words(mine, variant), str(verdict)))
+    head = ("backend", "setting", "alone us", "beside us", "beside products us", "calls", "slower")
+    note = (
+        "Four products of [T, H] and [H, H/2] in a row: alone, while dispatch and combine repeat, "
+        "and (a control) beside as many more products. Calls: dispatch and combine together that "
+        "ended while the products ran. Slower: beside over alone."
+    )
     return Table("Matrix products beside communication", head, tuple(rows), note)
+
+
+def _why_no_figure(lines: Sequence[Line], variant: tuple[str, int]) -> str | None:
+    """Why a slow-down cannot be told from these lines; None where it can."""
+    alone, control = (median_us(lines, variant, phase) for phase in (ALONE, CONTROL))
+    calls = _calls_beside(lines, variant)
+    if alone is None or control is None or calls is None:
+        return "no figure: these lines do not tell whether communication ran beside the products"
+    return why_no_figure(calls, control / alone)
+
+
+def _calls_beside(lines: Sequence[Line], variant: tuple[str, int]) -> float | None:
+    """Communication calls that ended while products ran; the last line counts."""
+    found = [
+        float(line[CALLS])
+        for line in timed(lines)
+        if (line["backend"], line["num_sms"]) == variant and CALLS in line
+    ]
+    return found[-1] if found else None
+
+
+def _calls_words(lines: Sequence[Line], variant: tuple[str, int]) -> str:
+    calls = _calls_beside(lines, variant)
+    return "unknown" if calls is None else f"{calls:.1f}"
 
 
 def proof_table(lines: Sequence[Line]) -> Table:

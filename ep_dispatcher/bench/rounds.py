@@ -17,7 +17,7 @@ from ep_dispatcher.bench.backends.base import Place, Session
 from ep_dispatcher.bench.ceiling import measure_ceilings
 from ep_dispatcher.bench.check import Checker, WrongResult
 from ep_dispatcher.bench.inputs import make_inputs
-from ep_dispatcher.bench.interference import Interference
+from ep_dispatcher.bench.interference import CALLS, Interference
 from ep_dispatcher.bench.layer import Layer
 from ep_dispatcher.bench.spec import Method, Work
 from ep_dispatcher.bench.stopwatch import Stopwatch
@@ -43,6 +43,8 @@ class RankResult:
         ceilings: GB/s, see `measure_ceilings`.
         clocks: MHz.
         open_s: seconds that opening took.
+        beside_calls: of communication that ended while products ran, mean of the rounds that
+            measure interference; None where they were not measured.
     """
 
     times_us: dict[str, list[float]] = field(default_factory=dict)
@@ -60,6 +62,7 @@ class RankResult:
     ceilings: dict[str, float] = field(default_factory=dict)
     clocks: dict[str, float] | None = None
     open_s: float = 0.0
+    beside_calls: float | None = None
 
 
 class Runner:
@@ -247,7 +250,7 @@ class Runner:
         self._time_more(both_ways)
 
     def _time_interference(self, session: Session, checker: Checker) -> None:
-        """Matrix products alone and beside dispatch and combine."""
+        """Matrix products alone, beside dispatch and combine, and beside themselves."""
         given, inputs = self._one_by_one(session, checker, checked=False), self._inputs
         products = Interference(self._work, self._place.device)
 
@@ -255,7 +258,15 @@ class Runner:
             session.dispatch(inputs.x, inputs.topk_weights, _no_lap)
             session.combine(given.expert_out, _no_lap)
 
-        self._time_more(lambda: products.round(self._watch, communicate))
+        found: dict[str, list[float]] = {}
+        for number in range(self._method.warmup + self._method.rounds):
+            for name, value in products.round(self._watch, communicate).items():
+                if number >= self._method.warmup:
+                    found.setdefault(name, []).append(value)
+        calls = found.pop(CALLS)
+        self.result.beside_calls = sum(calls) / len(calls)
+        self.result.times_us |= found
+        self._watch.read_host()
 
     def _time_more(self, run: Callable[[], None]) -> None:
         """Rounds whose laps join the times of this backend; their host time is not kept."""

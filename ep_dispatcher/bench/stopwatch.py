@@ -40,12 +40,16 @@ class Stopwatch:
             size = _FLUSH_TIMES_L2 * l2_bytes // 4
             self._flushed = torch.zeros(size, dtype=torch.int32, device=device)
 
-    def begin(self) -> None:
-        """Flush, meet the other ranks, and start."""
+    def begin(self, head_start_cycles: int = _HEAD_START_CYCLES) -> None:
+        """Flush, meet the other ranks, and start.
+
+        Args:
+            head_start_cycles: for which a GPU waits before it meets the others.
+        """
         if self._flushed is not None:
             self._flushed.sum()  # reads more than L2 holds; writes would be written back later
             # The host queues the call meanwhile, so its launch time is not in the laps.
-            torch.cuda._sleep(_HEAD_START_CYCLES)
+            torch.cuda._sleep(head_start_cycles)
         # On a GPU this meets on the device: the stream goes on when the last rank's has come.
         dist.all_reduce(self._meeting, group=self._group)
         self._mark("")
