@@ -18,7 +18,7 @@ from ep_dispatcher.agreement import gather_json
 from ep_dispatcher.collectives import Collectives
 from ep_dispatcher.config import EpConfig, Topology
 from ep_dispatcher.device_session import DeviceSession
-from ep_dispatcher.errors import AgreementError, RoutingError, ShapeError
+from ep_dispatcher.errors import AgreementError, ConfigError, RoutingError, ShapeError
 from ep_dispatcher.plan import Placement, Plan
 from ep_dispatcher.residency import RankGpu
 
@@ -103,8 +103,17 @@ class DeviceBackend:
         return self._topology
 
     def plan(self, topk_idx: Tensor | None, alignment: int, refusal: str | None) -> Plan | None:
-        """See `Backend.plan`; a refusing rank takes part with an alignment that nobody else has."""
+        """See `Backend.plan`; a refusing rank takes part with an alignment that nobody else has.
+
+        Raises:
+            ConfigError: a graph is being captured, and the group is not in static mode.
+        """
         self.check()
+        if self._config.recv_capacity_rows is None and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "a plan whose size the host waits for cannot be captured in a CUDA graph; set "
+                "recv_capacity_rows, which makes all sizes fixed"
+            )
         if topk_idx is None:
             assert refusal is not None
             topk_idx = torch.empty(0, 1, dtype=torch.int64, device=self._session.device)

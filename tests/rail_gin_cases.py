@@ -23,7 +23,7 @@ from device_cases import (
 )
 from loopback_rma import Plugin
 
-from ep_dispatcher import EpConfig, EPGroup, EpTimeoutError, Plan
+from ep_dispatcher import ConfigError, EpConfig, EPGroup, EpTimeoutError, Plan
 from ep_dispatcher.device import DeviceBackend
 from ep_dispatcher.memory import persistent_bytes
 
@@ -68,6 +68,22 @@ def replays_differ_on(
     """`graph_replays_differ` over such a network."""
     with settings(network):
         return graph_replays_differ(process_group, case, rounds)
+
+
+def captured_without_capacity(process_group: dist.ProcessGroup, case: RailCase) -> str:
+    """Capture a plan that the host would wait for; the group goes on afterwards."""
+    with EPGroup.create(process_group, case.config("device")) as group:
+        given = inputs(case, group.ep_rank)
+        run_once(group, given)
+        torch.cuda.synchronize()
+        message = ""
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            try:
+                group.plan(given.topk_idx)
+            except ConfigError as error:
+                message = str(error)
+        run_once(group, given)
+        return message
 
 
 def count_puts(plugin: Plugin, rank: int) -> Counter[tuple[int, int]]:

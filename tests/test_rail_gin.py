@@ -95,6 +95,11 @@ def test_a_graph_of_a_layer_replays_with_other_routings(
     assert not any(domains.run(cases.replays_differ_on, case, 4, network))
 
 
+def test_a_graph_of_sizes_that_the_host_waits_for_is_refused(domains: Domains) -> None:
+    for message in domains.run(cases.captured_without_capacity, domains.case()):
+        assert "set recv_capacity_rows" in message
+
+
 def test_static_mode_drops_what_the_reference_drops(domains: Domains) -> None:
     """And tells the true demand."""
     case = domains.case(capacity=48, kind="skewed", alignment=16)
