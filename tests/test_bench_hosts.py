@@ -110,7 +110,7 @@ def test_targets_are_judged_by_the_lines_and_by_nothing_else() -> None:
         line("nccl_ep", "dispatch", 690.0, num_sms=16),
         line("torch/all_to_all", "combine", 500.0, num_sms=16),
         line("torch/all_to_all", "unpermute", 400.0, num_sms=16),
-        {"suite": "ceiling", "ceiling_GBps": 420.0},
+        {"suite": "ceiling", "ceiling": "link", "ceiling_GBps": 420.0},
     ]
     found = {verdict.what: verdict for verdict in judge(lines, 8)}
     assert found["dispatch"].met is True
@@ -197,6 +197,22 @@ def test_the_script_for_many_gpus_says_how_it_is_called() -> None:
     )
     assert done.returncode == 2
     assert "scripts/multi_gpu.sh N" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_the_script_for_many_gpus_refuses_more_than_there_are() -> None:
+    done = subprocess.run(
+        ["scripts/multi_gpu.sh", "2"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "2 GPUs are asked for, 0 are here" in done.stdout
+
+
+def test_the_memory_of_one_gpu_is_not_taken_for_a_link() -> None:
+    lines = [line("ep_dispatcher/device", "dispatch", 700.0)]
+    lines += [{"suite": "ceiling", "ceiling": "memory", "ceiling_GBps": 2000.0}]
+    (found,) = (verdict for verdict in judge(lines, 8) if verdict.what == "dispatch: link")
+    assert found.met is None
 
 
 def test_a_form_that_does_not_exist_is_refused() -> None:

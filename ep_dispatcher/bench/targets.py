@@ -55,7 +55,12 @@ def judge(lines: Sequence[Line], num_ranks: int) -> list[Verdict]:
     """
     mine = [line for line in timed(lines) if _is_target_work(line) and line["ranks"] == num_ranks]
     ceiling = max(
-        (line["ceiling_GBps"] for line in lines if line.get("suite") == "ceiling"), default=None
+        (
+            line["ceiling_GBps"]
+            for line in lines
+            if line.get("suite") == "ceiling" and line["ceiling"] == "link"
+        ),
+        default=None,
     )
     verdicts = []
     for phase in ("dispatch", "combine"):
