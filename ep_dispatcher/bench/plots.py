@@ -80,14 +80,18 @@ def _against_sms(lines: Sequence[Line]) -> Plot | None:
 
 
 def _against_skew(lines: Sequence[Line]) -> Plot | None:
-    def is_zipf(line: Line) -> bool:
-        return bool(line["routing"] == "zipf")
-
-    words, points = series(lines, "skew", round_trip_us, where=is_zipf)
+    even = {"routing": "zipf", "skew": 0.0}  # what exponent 0 draws, under the name it was run by
+    skewed = [
+        line | (even if line["routing"] == "uniform" else {})
+        for line in lines
+        if line["routing"] in ("uniform", "zipf")
+    ]
+    words, points = series(skewed, "skew", round_trip_us)
     base = {name: curve[0][1] for name, curve in points.items()}
     slower = {n: [(x, y / base[n]) for x, y in curve] for n, curve in points.items()}
     caption = (
-        f"Slow-down of the round trip against skew, relative to the least skew shown ({words})."
+        f"Slow-down of the round trip against skew, relative to the least skew shown; 0 is "
+        f"uniform ({words})."
     )
     labels = ("exponent of the Zipf routing", "times slower")
     return _curves(lines, slower, "slowdown_against_skew", caption, labels)
@@ -121,7 +125,11 @@ def _stacked(lines: Sequence[Line]) -> Plot | None:
     }
     chosen = max(counts, key=lambda s: counts[s])
     mine = [line for line in timed(lines) if setting_of(line) == chosen]
-    variants = list(dict.fromkeys((line["backend"], line["num_sms"]) for line in mine))
+    order = backends_of(mine)
+    variants = sorted(
+        {(line["backend"], line["num_sms"]) for line in mine},
+        key=lambda variant: (order.index(variant[0]), variant[1]),
+    )
     many = len({sms for _, sms in variants}) > 1
     names = [f"{backend}, {sms} SMs" if many else backend for backend, sms in variants]
     figure, axes = _figure(height=1.4 + 0.42 * len(variants))
