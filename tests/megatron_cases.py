@@ -15,11 +15,13 @@ class Case:
     Attributes:
         name: of the test.
         tp: tensor-parallel ranks (with sequence parallelism where above 1); likewise pp, ep, etp.
+        vpp: chunks of the model on each pipeline rank, which take turns (interleaved schedule).
         num_experts: E.
         num_topk: K.
         num_microbatches: per step.
         bf16: parameters and rows in bfloat16, gradients summed in fp32.
         distributed_optimizer: shard the optimizer's state.
+        overlap_grad_reduce: gradients of the ranks are summed while the backward runs.
         settings: further fields of TransformerConfig, for both dispatchers.
         overlap: run ours under the combined 1F1B schedule and the other without it.
         change: what is done to the built model, for both dispatchers.
@@ -33,6 +35,7 @@ class Case:
     name: str
     tp: int = 1
     pp: int = 1
+    vpp: int = 1
     ep: int = 4
     etp: int = 1
     num_experts: int = 8
@@ -40,6 +43,7 @@ class Case:
     num_microbatches: int = 2
     bf16: bool = False
     distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     overlap: bool = False
     change: Change = "none"
@@ -57,6 +61,8 @@ class Case:
 
 _SHARED = {"moe_shared_expert_intermediate_size": 32}
 _CAPACITY = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+# Megatron counts that loss for as many layers as the first case of a process has.
+_NO_AUX = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
 _RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 CASES = (
@@ -87,6 +93,27 @@ CASES = (
     Case(name="distributed_optimizer", ep=2, distributed_optimizer=True),
     Case(name="bf16", bf16=True),
     Case(name="pp2_ep2", pp=2, ep=2, num_microbatches=4),
+    Case(name="pp2_vpp2_ep2", pp=2, vpp=2, ep=2, num_microbatches=4, settings=_NO_AUX, ci=False),
+    Case(name="grad_reduce_ep2", ep=2, overlap_grad_reduce=True, distributed_optimizer=True),
+    Case(
+        name="chunks2_grad_reduce_ep2",
+        ep=2,
+        overlap_grad_reduce=True,
+        section={"overlap": {"chunks": 2}},
+        reordered=True,
+        ci=False,
+    ),
+    Case(
+        name="chunks2_pp2_vpp2",
+        pp=2,
+        vpp=2,
+        ep=2,
+        num_microbatches=4,
+        settings=_NO_AUX,
+        section={"overlap": {"chunks": 2}, "debug_ledger": True},
+        reordered=True,
+        ci=False,
+    ),
     Case(name="overlap_1f1b", bf16=True, num_microbatches=4, overlap=True),
     Case(
         name="overlap_1f1b_shared",

@@ -122,6 +122,7 @@ def compare(case: Case, steps: int) -> Outcome:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
     )
@@ -158,27 +159,31 @@ def train(case: Case, steps: int, plugin: EpPlugin | None) -> tuple[list[float],
     torch.manual_seed(123)
     model_parallel_cuda_manual_seed(123)
     config = make_config(case, overlap=case.overlap and plugin is not None)
-    module = make_model(case, config, plugin)
-    seen = check_dispatchers(case, module, plugin)
-    model = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=case.distributed_optimizer
-        ),
-        module,
+    stages = range(case.vpp) if case.vpp > 1 else [None]
+    modules = [make_model(case, config, plugin, stage) for stage in stages]
+    seen = check_dispatchers(case, modules, plugin)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=case.distributed_optimizer,
+        overlap_grad_reduce=case.overlap_grad_reduce,
     )
+    chunks = [DistributedDataParallel(config, ddp, module) for module in modules]
     config.finalize_model_grads_func = finalize_model_grads
-    losses = list(_steps(case, config, model, steps))
-    for dispatcher in dispatchers_of([model]) if plugin else []:
+    if case.overlap_grad_reduce:
+        assert len(chunks) == 1
+        config.no_sync_func = chunks[0].no_sync
+    losses = list(_steps(case, config, chunks, steps))
+    for dispatcher in dispatchers_of(chunks) if plugin else []:
         assert dispatcher._comm_manager.is_idle, "routing was kept after the step"
-    return losses, torch.cat([p.detach().float().flatten() for p in model.parameters()]), seen
+    parameters = [p.detach().float().flatten() for chunk in chunks for p in chunk.parameters()]
+    return losses, torch.cat(parameters), seen
 
 
 def make_config(case: Case, *, overlap: bool) -> TransformerConfig:
     """Megatron's config for a case; its dispatcher is the reference until a plug-in changes it."""
     dtype = torch.bfloat16 if case.bf16 else torch.float32
     fields: dict[str, Any] = {
-        "num_layers": NUM_LAYERS,
+        "num_layers": NUM_LAYERS * case.vpp,
         "hidden_size": HIDDEN,
         "num_attention_heads": 4,
         "ffn_hidden_size": 2 * HIDDEN,
@@ -191,6 +196,7 @@ def make_config(case: Case, *, overlap: bool) -> TransformerConfig:
         "tensor_model_parallel_size": case.tp,
         "sequence_parallel": case.tp > 1,
         "pipeline_model_parallel_size": case.pp,
+        "virtual_pipeline_model_parallel_size": case.vpp if case.vpp > 1 else None,
         "pipeline_dtype": dtype,
         "expert_model_parallel_size": case.ep,
         "expert_tensor_parallel_size": case.etp,
@@ -208,8 +214,17 @@ def make_config(case: Case, *, overlap: bool) -> TransformerConfig:
     return TransformerConfig(**(fields | case.settings))
 
 
-def make_model(case: Case, config: TransformerConfig, plugin: EpPlugin | None) -> torch.nn.Module:
-    """The chunk of this pipeline rank, with our dispatcher where there is a plug-in."""
+def make_model(
+    case: Case, config: TransformerConfig, plugin: EpPlugin | None, stage: int | None
+) -> torch.nn.Module:
+    """A chunk of this pipeline rank, with our dispatcher where there is a plug-in.
+
+    Args:
+        case: layout and options.
+        config: Megatron's.
+        plugin: None for Megatron's dispatcher.
+        stage: virtual pipeline stage; None where the rank has one chunk.
+    """
     layers = []
     for _ in range(NUM_LAYERS // case.pp):
         layer = get_gpt_layer_local_spec(num_experts=case.num_experts, moe_grouped_gemm=False)
@@ -225,8 +240,9 @@ def make_model(case: Case, config: TransformerConfig, plugin: EpPlugin | None) -
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         parallel_output=True,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        vp_stage=stage,
     )
     if plugin is not None and case.form == "swap":
         swap_dispatchers([model], plugin)
@@ -234,12 +250,14 @@ def make_model(case: Case, config: TransformerConfig, plugin: EpPlugin | None) -
     return Float16Module(config, model) if case.bf16 else model
 
 
-def check_dispatchers(case: Case, model: torch.nn.Module, plugin: EpPlugin | None) -> list[str]:
+def check_dispatchers(
+    case: Case, chunks: list[torch.nn.Module], plugin: EpPlugin | None
+) -> list[str]:
     """Names of the dispatchers in a model, after asserting that they are those asked for."""
-    names = [type(dispatcher).__name__ for dispatcher in dispatchers_of([model])]
+    names = [type(dispatcher).__name__ for dispatcher in dispatchers_of(chunks)]
     wanted = {"alltoall": "MoEAlltoAllTokenDispatcher", "allgather": "MoEAllGatherTokenDispatcher"}
     expected = wanted[case.reference] if plugin is None else "EpDispatcher"
-    assert names == [expected] * (NUM_LAYERS // case.pp), names
+    assert names == [expected] * (NUM_LAYERS * case.vpp // case.pp), names
     return names
 
 
@@ -284,7 +302,7 @@ CHANGES: dict[str, Callable[[torch.nn.Module], None]] = {
 
 
 def _steps(
-    case: Case, config: TransformerConfig, model: DistributedDataParallel, steps: int
+    case: Case, config: TransformerConfig, chunks: list[DistributedDataParallel], steps: int
 ) -> Iterator[float]:
     """Run optimizer steps; yields the loss of each, averaged over the data-parallel ranks."""
     optimizer = get_megatron_optimizer(
@@ -296,18 +314,21 @@ def _steps(
             params_dtype=config.params_dtype,
             use_distributed_optimizer=case.distributed_optimizer,
         ),
-        [model],
+        chunks,
     )
     for parameters in optimizer.param_groups:
         parameters["lr"] = LEARNING_RATE
     run = get_forward_backward_func()
     for step in range(steps):
-        model.zero_grad_buffer()
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
         optimizer.zero_grad()
+        batches = [_batch(step, index) for index in range(case.num_microbatches)]
+        iterators = [iter(batches) for _ in chunks]
         results = run(
             forward_step_func=_forward_step,
-            data_iterator=iter([_batch(step, i) for i in range(case.num_microbatches)]),
-            model=[model],
+            data_iterator=iterators if case.vpp > 1 else iterators[0],
+            model=chunks,
             num_microbatches=case.num_microbatches,
             seq_length=SEQUENCE,
             micro_batch_size=MICRO_BATCH,
