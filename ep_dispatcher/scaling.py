@@ -1,9 +1,10 @@
 """A model of dispatch and combine over many NVLink domains, from bytes and measured kernel rates.
 
-    python -m ep_dispatcher.scaling [--rates docs/results/one_domain.jsonl] [--out docs]
+    python -m ep_dispatcher.scaling [--results docs/results] [--out docs]
 
-Bytes are `accounting.expected_traffic`; rates of the kernels are those that one GPU showed; links
-have stated speeds. Nothing was measured across domains: docs/scaling.md lists what is assumed.
+Bytes are `accounting.expected_traffic`; rates of the kernels and of the rails' roles are those that
+one GPU showed; links have stated speeds. No network was measured: docs/scaling.md lists what is
+assumed.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ep_dispatcher.accounting import expected_traffic
 from ep_dispatcher.config import EpConfig, MoeShape, Topology
 from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.memory import partial_bytes, persistent_bytes, rail_record_bytes
 from ep_dispatcher.plan import Placement
+from ep_dispatcher.rail_memory import rail_blocks
 
 DOMAINS = (1, 2, 4, 8, 16, 32, 64)
 FIXED_US = 30.0  # start of a kernel, entry signals, the first chunk's way over both links
@@ -33,7 +36,7 @@ class Machine:
         rail_gb_s: what one GPU's adapter moves, a direction.
         nvlink_gb_s: what one GPU moves to its domain, a direction.
         domain_size: GPUs that NVLink joins.
-        num_sms: SM budget of a kernel.
+        num_sms: SMs of a kernel that serve the domain; those of the rails come on top.
     """
 
     name: str
@@ -49,15 +52,21 @@ H200_CX7 = Machine("8 x H200, 400 Gb/s a GPU", 47.0, 370.0, 8, 16)
 
 @dataclass(frozen=True)
 class Rates:
-    """What one SM does, from one GPU's measurement.
+    """What one SM does, from one GPU's measurement: GB a second of rows.
 
     Attributes:
-        dispatch_gb_s: expert rows stored, a second and SM.
-        combine_gb_s: expert rows summed, a second and SM.
+        dispatch_gb_s: expert rows stored, in one domain.
+        combine_gb_s: expert rows summed, inside a domain.
+        forward_gb_s: expert rows stored, where most come from landing slots.
+        send_gb_s: rows made into records and put.
+        return_gb_s: sums put, while others are added up.
     """
 
     dispatch_gb_s: float
     combine_gb_s: float
+    forward_gb_s: float
+    send_gb_s: float
+    return_gb_s: float
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,9 @@ class Estimate:
     """One phase at one number of domains; times in us.
 
     Attributes:
-        rail_us, nvlink_us, sm_us: time that each resource is busy for.
+        rail_us, nvlink_us, sm_us: time that each resource is busy for; sm_us of the SMs that serve
+            the domain.
+        rail_sm_us: of the SMs that serve the rails.
         rail_mb: bytes over one adapter, a direction.
         puts: of one rank.
     """
@@ -75,38 +86,78 @@ class Estimate:
     rail_us: float
     nvlink_us: float
     sm_us: float
+    rail_sm_us: float
     rail_mb: float
     puts: float
 
     @property
     def total_us(self) -> float:
-        """All three at once, in a pipeline of chunks."""
-        return FIXED_US + max(self.rail_us, self.nvlink_us, self.sm_us)
+        """Dispatch: all at once, in a pipeline of chunks. Combine: the domain, then the rails."""
+        inside = max(self.nvlink_us, self.sm_us)
+        across = max(self.rail_us, self.rail_sm_us)
+        return FIXED_US + (max(inside, across) if self.phase == "dispatch" else inside + across)
 
     @property
     def bound(self) -> str:
         """The resource that decides."""
-        busy = {"rail": self.rail_us, "NVLink": self.nvlink_us, "SMs": self.sm_us}
+        busy = {
+            "rail": self.rail_us,
+            "NVLink": self.nvlink_us,
+            "SMs": self.sm_us,
+            "rail SMs": self.rail_sm_us,
+        }
         return max(busy, key=lambda name: busy[name])
 
 
-def read_rates(path: Path, hidden: int = 7168) -> Rates:
-    """The best rate of each kernel among the recorded settings of that width.
+def read_rates(folder: Path, hidden: int = 7168) -> Rates:
+    """The best rate of each kernel and role among the recorded settings of that width.
+
+    A role of the rails that was not recorded is taken to copy at dispatch's rate.
+
+    Args:
+        folder: holds one_domain.jsonl, and rails.jsonl where the rails were timed.
+        hidden: elements of a row.
 
     Raises:
-        ConfigError: a phase was not recorded.
+        ConfigError: a kernel of one domain was not recorded.
     """
     best: dict[str, float] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        if row.get("hidden") != hidden or row.get("phase") not in ("dispatch", "combine"):
-            continue
-        row_bytes = row["num_tokens"] * row["num_topk"] * 2 * hidden
-        rate = row_bytes / row["num_sms"] / row["median_us"] / 1e3
-        best[row["phase"]] = max(rate, best.get(row["phase"], 0.0))
+    for row in _lines(folder / "one_domain.jsonl", hidden):
+        if row["phase"] in ("dispatch", "combine"):
+            row_bytes = row["num_tokens"] * row["num_topk"] * 2 * hidden
+            rate = row_bytes / row["num_sms"] / row["median_us"] / 1e3
+            best[row["phase"]] = max(rate, best.get(row["phase"], 0.0))
     if set(best) != {"dispatch", "combine"}:
-        raise ConfigError(f"{path} holds no dispatch and combine with hidden {hidden}")
-    return Rates(best["dispatch"], best["combine"])
+        raise ConfigError(f"{folder} holds no dispatch and combine with hidden {hidden}")
+    roles: dict[str, float] = {}
+    for row in _lines(folder / "rails.jsonl", hidden):
+        if "GBps_per_block" in row:
+            rate = float(row["GBps_per_block"])
+            roles[row["phase"]] = max(rate, roles.get(row["phase"], 0.0))
+    of_roles = [roles.get(role, best["dispatch"]) for role in _ROLES]
+    return Rates(best["dispatch"], best["combine"], *of_roles)
+
+
+_ROLES = ("dispatch/forward", "dispatch/send", "combine_return/return")
+
+
+def _lines(path: Path, hidden: int) -> Iterator[dict[str, Any]]:
+    """The results of that width in a file; none where there is no file."""
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        row = json.loads(line)
+        if row.get("hidden") == hidden and "phase" in row:
+            yield row
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Row bytes over a rail and over NVLink, and the SM rates of the two parts."""
+
+    name: str
+    rail_row_bytes: int
+    row_bytes: int
+    sm_gb_s: float
+    rail_sm_gb_s: float
 
 
 def estimate(config: EpConfig, num_domains: int, machine: Machine, rates: Rates) -> list[Estimate]:
@@ -121,26 +172,37 @@ def estimate(config: EpConfig, num_domains: int, machine: Machine, rates: Rates)
     across = float(traffic.rows_per_rank("across", "send")[0])
     inside = float(traffic.rows_per_rank("inside", "send")[0])
     expert_rows = tokens * shape.num_topk * shape.row_bytes
+    blocks = max(1, rail_blocks(config, topology))
+    several = num_domains > 1
     both = (
-        ("dispatch", rail_record_bytes(config), shape.row_bytes, rates.dispatch_gb_s),
-        ("combine", partial_bytes(config), partial_bytes(config), rates.combine_gb_s),
+        Phase(
+            "dispatch",
+            rail_record_bytes(config),
+            shape.row_bytes,
+            rates.forward_gb_s if several else rates.dispatch_gb_s,
+            rates.send_gb_s,
+        ),
+        Phase(
+            "combine",
+            partial_bytes(config),
+            partial_bytes(config),
+            rates.combine_gb_s,
+            rates.return_gb_s,
+        ),
     )
-    found = []
-    for phase, rail_row_bytes, row_bytes, sm_gb_s in both:
-        # Send or return role: one more copy of each row that crosses, at the SM's copy rate.
-        sm_us = (expert_rows / sm_gb_s + across * rail_row_bytes / rates.dispatch_gb_s) / 1e3
-        found.append(
-            Estimate(
-                phase=phase,
-                num_domains=num_domains,
-                rail_us=across * rail_row_bytes / machine.rail_gb_s / 1e3,
-                nvlink_us=inside * row_bytes / machine.nvlink_gb_s / 1e3,
-                sm_us=sm_us / machine.num_sms,
-                rail_mb=across * rail_row_bytes / 1e6,
-                puts=across,
-            )
+    return [
+        Estimate(
+            phase=one.name,
+            num_domains=num_domains,
+            rail_us=across * one.rail_row_bytes / machine.rail_gb_s / 1e3,
+            nvlink_us=inside * one.row_bytes / machine.nvlink_gb_s / 1e3,
+            sm_us=expert_rows / one.sm_gb_s / machine.num_sms / 1e3,
+            rail_sm_us=across * one.rail_row_bytes / one.rail_sm_gb_s / blocks / 1e3,
+            rail_mb=across * one.rail_row_bytes / 1e6,
+            puts=across,
         )
-    return found
+        for one in both
+    ]
 
 
 def typical_config(num_domains: int, domain_size: int) -> EpConfig:
@@ -153,8 +215,8 @@ def typical_config(num_domains: int, domain_size: int) -> EpConfig:
 def table(machine: Machine, rates: Rates, domains: Iterable[int] = DOMAINS) -> str:
     """A Markdown table of both phases."""
     lines = [
-        "| domains | experts | puts a rank | dispatch: rail / NVLink / SMs, us | dispatch, us |"
-        " combine: rail / NVLink / SMs, us | combine, us | persistent GB |",
+        "| domains | experts | puts a rank | dispatch: rail / NVLink / SMs / rail SMs, us |"
+        " dispatch, us | combine: the same, us | combine, us | persistent GB |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for count in domains:
@@ -162,7 +224,9 @@ def table(machine: Machine, rates: Rates, domains: Iterable[int] = DOMAINS) -> s
         parts = []
         both = estimate(config, count, machine, rates)
         for one in both:
-            parts.append(f"{one.rail_us:.0f} / {one.nvlink_us:.0f} / {one.sm_us:.0f}")
+            parts.append(
+                f"{one.rail_us:.0f} / {one.nvlink_us:.0f} / {one.sm_us:.0f} / {one.rail_sm_us:.0f}"
+            )
             parts.append(f"**{one.total_us:.0f}** ({one.bound})")
         topology = Topology(ep_size=count * machine.domain_size, domain_size=machine.domain_size)
         memory_gb = persistent_bytes(config, topology)["total"] / 1e9
@@ -198,7 +262,7 @@ def plot(machine: Machine, rates: Rates, path: Path) -> None:
         ]
         counts = [one.num_domains for one in found]
         axis.plot(counts, [one.total_us for one in found], "k-o", ms=4, label="model, ours")
-        for name in ("rail", "nvlink", "sm"):
+        for name in ("rail", "nvlink", "sm", "rail_sm"):
             busy = [getattr(one, f"{name}_us") for one in found]
             axis.plot(counts, [us or None for us in busy], "--", lw=1, label=f"model: {name}")
         for (label, points), mark in zip(PUBLISHED, "sv^", strict=True):
@@ -220,10 +284,10 @@ def plot(machine: Machine, rates: Rates, path: Path) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """Print the table and write the picture."""
     parser = argparse.ArgumentParser(description="Model of time against NVLink domains.")
-    parser.add_argument("--rates", type=Path, default=Path("docs/results/one_domain.jsonl"))
+    parser.add_argument("--results", type=Path, default=Path("docs/results"), help="folder")
     parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of scaling.svg")
     args = parser.parse_args(words)
-    rates = read_rates(args.rates)
+    rates = read_rates(args.results)
     sys.stdout.write(f"{rates}\n{H200_CX7}\n\n{table(H200_CX7, rates)}\n")
     plot(H200_CX7, rates, args.out / "scaling.svg")
     return 0

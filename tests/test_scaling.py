@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from ep_dispatcher import scaling
 from ep_dispatcher.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
-RATES = scaling.Rates(50.0, 20.0)
+RATES = scaling.Rates(50.0, 20.0, 40.0, 30.0, 30.0)
 MACHINE = scaling.H200_CX7
 
 
@@ -47,20 +48,42 @@ def test_rates_are_the_best_recorded_ones(tmp_path: Path) -> None:
         for phase in ("dispatch", "combine")
         for hidden, sms, us in ((4, 1, 1.0), (4, 2, 0.25), (8, 1, 0.001))
     ]
-    path = tmp_path / "rates.jsonl"
-    lines = [json.dumps(row | {"num_tokens": 1000, "num_topk": 1}) for row in rows]
-    path.write_text("\n".join(lines))
-    assert scaling.read_rates(path, hidden=4) == scaling.Rates(16.0, 16.0)
+    _write(tmp_path / "one_domain.jsonl", rows)
+    assert scaling.read_rates(tmp_path, hidden=4) == scaling.Rates(*[16.0] * 5)
+    roles = [
+        {"phase": phase, "hidden": hidden, "GBps_per_block": rate}
+        for phase in ("dispatch/send", "combine_return/return", "combine_return/receive")
+        for hidden, rate in ((4, 3.0), (4, 5.0), (8, 70.0))
+    ]
+    _write(tmp_path / "rails.jsonl", roles)
+    assert scaling.read_rates(tmp_path, hidden=4) == scaling.Rates(16.0, 16.0, 16.0, 5.0, 5.0)
     with pytest.raises(ConfigError, match="hidden 16"):
-        scaling.read_rates(path, hidden=16)
+        scaling.read_rates(tmp_path, hidden=16)
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    lines = [json.dumps({"num_tokens": 1000, "num_topk": 1, **row}) for row in rows]
+    path.write_text("\n".join(lines))
+
+
+def test_combine_sums_in_the_domain_before_it_returns() -> None:
+    """Its two kernels follow each other; dispatch's roles share one."""
+    dispatch, combine = scaling.estimate(scaling.typical_config(4, 8), 4, MACHINE, RATES)
+    fixed = scaling.FIXED_US
+    assert dispatch.total_us == fixed + max(
+        dispatch.rail_us, dispatch.nvlink_us, dispatch.sm_us, dispatch.rail_sm_us
+    )
+    inside, across = max(combine.nvlink_us, combine.sm_us), max(combine.rail_us, combine.rail_sm_us)
+    assert combine.total_us == fixed + inside + across
 
 
 def test_the_document_holds_the_models_table() -> None:
     """Of the rates that docs/scaling.md names below it."""
     text = (ROOT / "docs/scaling.md").read_text()
-    named = re.search(r"Rates\(dispatch_gb_s=([\d.]+), combine_gb_s=([\d.]+)\)", text)
-    assert named is not None
-    assert scaling.table(MACHINE, scaling.Rates(*map(float, named.groups()))) in text
+    named = re.findall(r"(\w+_gb_s)=([\d.]+)", text)
+    assert len(named) == 5
+    rates = scaling.Rates(**{name: float(value) for name, value in named})
+    assert scaling.table(MACHINE, rates) in text
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
