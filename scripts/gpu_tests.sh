@@ -76,6 +76,10 @@ part_sanitize() {
   sanitize memcheck "${OURS[@]}"
   sanitize initcheck # follows what other kernels write, so it must see them all
   sanitize racecheck "${OURS[@]}"
+  for tool in memcheck racecheck; do
+    check "$tool, rails" 150 env PYTHONPATH="$PWD" compute-sanitizer --error-exitcode 9 \
+      --kernel-name kernel_substring=_ZN2ep --tool "$tool" "$PYTHON" tests/rail_sanitize.py
+  done
   # It counts a block's barriers from cuda::barrier objects, of which ours are none: told here.
   sanitize synccheck "${OURS[@]}" --num-cuda-barriers 256
   export CUDA_MODULE_LOADING=EAGER
