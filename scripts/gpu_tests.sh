@@ -70,6 +70,7 @@ sanitize() {
 }
 
 part_sanitize() {
+  local tool
   # The kernels share one launch here, so code may be loaded lazily; eager loading takes minutes.
   # Without the cache of torch, each tensor is an allocation whose end the tools can see.
   export CUDA_MODULE_LOADING=LAZY PYTORCH_NO_CUDA_MEMORY_CACHING=1
@@ -77,8 +78,8 @@ part_sanitize() {
   sanitize initcheck # follows what other kernels write, so it must see them all
   sanitize racecheck "${OURS[@]}"
   for tool in memcheck racecheck; do
-    check "$tool, rails" 150 env PYTHONPATH="$PWD" compute-sanitizer --error-exitcode 9 \
-      --kernel-name kernel_substring=_ZN2ep --tool "$tool" "$PYTHON" tests/rail_sanitize.py
+    check "$tool rails" 150 env PYTHONPATH="$PWD" compute-sanitizer --tool "$tool" \
+      --error-exitcode 9 "${OURS[@]}" "$PYTHON" tests/rail_sanitize.py
   done
   # It counts a block's barriers from cuda::barrier objects, of which ours are none: told here.
   sanitize synccheck "${OURS[@]}" --num-cuda-barriers 256
