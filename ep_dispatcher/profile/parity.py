@@ -189,7 +189,7 @@ def record(runs: dict[str, Run], config: TrainConfig, log: ResultLog) -> list[st
         ours = name.startswith(("ours", "chunks"))
         difference = worst(run.losses, reference.losses)
         log.write(
-            sharing="mps" if config.parallel.ranks_share_gpu else "one per gpu",
+            sharing=_sharing(config),
             suite="train",
             backend=f"ep_dispatcher/{run.tiers}" if ours else f"megatron/{name.split()[0]}",
             variant=name,
@@ -295,6 +295,12 @@ def summarise_seeds(found: Sequence[dict[str, Run]]) -> list[str]:
             f"mean of last steps {last:.2e}"
         )
     return words
+
+
+def _sharing(config: TrainConfig) -> str:
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "mps" if config.parallel.ranks_share_gpu else "one per gpu"
 
 
 def _variants(text: str) -> list[str]:
