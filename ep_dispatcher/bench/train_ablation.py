@@ -9,8 +9,11 @@ Each run is a process tree of its own. Written are a JSON line for each dispatch
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -30,6 +33,7 @@ DISPATCHERS = ("alltoall", "ep_dispatcher", "allgather")
 WARM_UP_STEPS = 5
 _COLOURS = {"ep_dispatcher": "#0b6e4f", "alltoall": "#c8553d", "allgather": "#3d5a80"}
 _POLL_S = 0.5
+_GRACE_S = 40.0  # torchrun gives its ranks 30 s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +59,10 @@ class TrainingRun:
     error: str | None = None
 
 
-def train(config: Path, dispatcher: str, steps: int, folder: Path, data: str | None) -> TrainingRun:
-    """Train once with one dispatcher; a run that fails says why instead of raising."""
+def train(
+    config: Path, dispatcher: str, steps: int, folder: Path, data: str | None, limit_s: float
+) -> TrainingRun:
+    """Train once with one dispatcher; a run that fails or hangs says why instead of raising."""
     out = folder / dispatcher
     shutil.rmtree(out, ignore_errors=True)  # else it would go on from its checkpoint
     words = [sys.executable, "-m", "ep_dispatcher", "train", "--config", str(config)]
@@ -65,12 +71,15 @@ def train(config: Path, dispatcher: str, steps: int, folder: Path, data: str | N
     out.mkdir(parents=True)
     start = time.monotonic()
     with (out / "log.txt").open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         with _MemoryWatch(process.pid) as watch:
-            code = process.wait()
+            code = _wait(process, limit_s)
     wall_s = round(time.monotonic() - start, 2)
     metrics = read_metrics(out / "metrics.jsonl")
     if code != 0 or not metrics:
+        how = f"exit code {code}" if code is not None else f"its time limit of {limit_s:g} s"
         lines = (out / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
         last = " ".join(lines[-1].split())[:300] if lines else "no output"
         return TrainingRun(
@@ -80,7 +89,7 @@ def train(config: Path, dispatcher: str, steps: int, folder: Path, data: str | N
             tokens_per_s=0.0,
             peak_bytes=None,
             wall_s=wall_s,
-            error=f"training ended with exit code {code}: {last}",
+            error=f"training ended with {how}: {last}",
         )
     timed = metrics[WARM_UP_STEPS:] or metrics
     speeds = sorted(float(line["tokens_per_s"]) for line in timed)
@@ -92,6 +101,26 @@ def train(config: Path, dispatcher: str, steps: int, folder: Path, data: str | N
         peak_bytes=watch.peak_bytes,
         wall_s=wall_s,
     )
+
+
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    """The exit code; None where the limit came first, and all of its processes were ended."""
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:  # also where this process is interrupted
+        _end(process, signal.SIGTERM)  # on which a launcher ends the ranks, in groups of their own
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+        _end(process, signal.SIGKILL)
+        process.wait()
+
+
+def _end(process: subprocess.Popen[bytes], how: signal.Signals) -> None:
+    """Signal a process and its group, if any of it is left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, how)
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
@@ -261,11 +290,15 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", help="as for `ep-dispatcher train`")
     parser.add_argument("--dispatchers", nargs="+", default=list(DISPATCHERS[:2]))
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"))
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds for each run")
     given = list(sys.argv[1:] if words is None else words)
     args = parser.parse_args(given)
     if args.steps <= WARM_UP_STEPS:
         raise ConfigError(f"--steps is {args.steps}; it must be above {WARM_UP_STEPS}")
-    runs = [train(args.config, name, args.steps, args.out, args.data) for name in args.dispatchers]
+    runs = [
+        train(args.config, name, args.steps, args.out, args.data, args.limit)
+        for name in args.dispatchers
+    ]
     command = ["python", "-m", "ep_dispatcher.bench.train_ablation", *given]
     sharing = "as the config says"
     record(runs, args.config, ResultLog(args.out / "results.jsonl", command), sharing)
