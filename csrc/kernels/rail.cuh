@@ -233,22 +233,27 @@ class RoleClock {
 #endif
   }
 
-  // What has passed since `start` was spent on `what`. One lane of a warp calls.
+  // What has passed since `start` was spent on `what`. All lanes call it, the first one counts.
   __device__ void add([[maybe_unused]] RoleWord what, [[maybe_unused]] uint64_t start) const {
 #ifdef EP_TEST_MUTATIONS
-    atomicAdd(words_ + what, static_cast<unsigned long long>(now() - start));
+    if (threadIdx.x % 32 == 0) {
+      atomicAdd(words_ + what, static_cast<unsigned long long>(now() - start));
+    }
 #endif
   }
 
-  // A record's wait for a place, its making and its put, after which `puts` has counted it.
+  // A record's wait for a place, its making and its put, after which `puts` has counted it. Called
+  // and counted as `add`.
   template <class Puts>
   __device__ void add_record([[maybe_unused]] const Puts& puts, [[maybe_unused]] uint64_t waiting,
                              [[maybe_unused]] uint64_t filling,
                              [[maybe_unused]] uint64_t putting) const {
 #ifdef EP_TEST_MUTATIONS
-    atomicMax(words_ + kRoleMostUnsent, static_cast<unsigned long long>(puts.unsent()));
-    atomicAdd(words_ + kRoleWaits, static_cast<unsigned long long>(filling - waiting));
-    atomicAdd(words_ + kRoleFills, static_cast<unsigned long long>(putting - filling));
+    if (threadIdx.x % 32 == 0) {
+      atomicMax(words_ + kRoleMostUnsent, static_cast<unsigned long long>(puts.unsent()));
+      atomicAdd(words_ + kRoleWaits, static_cast<unsigned long long>(filling - waiting));
+      atomicAdd(words_ + kRoleFills, static_cast<unsigned long long>(putting - filling));
+    }
     add(kRolePuts, putting);
 #endif
   }

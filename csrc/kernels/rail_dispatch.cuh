@@ -85,9 +85,7 @@ class RailRows {
                                   rail_channel(view_.rail, lane, view_.me()));
         },
         view_.arrived(watch_->epoch, chunk), view_.waiting_for(segment, EP_PHASE_RAIL_ROWS, lane));
-    if (threadIdx.x % 32 == 0) {
-      clock_.add(kRoleWaits, start);
-    }
+    clock_.add(kRoleWaits, start);
     known_ = here ? known : known_;
     return here;
   }
@@ -131,9 +129,7 @@ __device__ void send_records(const EpRailDispatchArgs& args, const RailView& vie
       !wait_for_entry_of(view, net, watch, task.domain, rail_signal_dispatch_entry(view.layout))) {
     return;
   }
-  if (acts) {
-    clock.add(kRoleWaits, start);
-  }
+  clock.add(kRoleWaits, start);
   for (int chunk = task.lane; chunk < view.num_chunks(); chunk += view.layout.lanes) {
     if (first && acts) {
       net.signal(task.domain, rail_signal_rows(task.lane), task.channel);
@@ -157,9 +153,7 @@ __device__ void send_records(const EpRailDispatchArgs& args, const RailView& vie
       net.put(task.domain, view.slot(view.layout.landing, rail_area(task.domain, view.me()), token),
               source, bytes, task.channel);
       puts.add();
-      if (acts) {
-        clock.add_record(puts, start, filling, putting);
-      }
+      clock.add_record(puts, start, filling, putting);
       stage = (stage + 1) % EP_RAIL_STAGES;
     }
     if (!first && acts) {

@@ -37,9 +37,7 @@ __device__ void return_sums(const EpRailReturnArgs& args, const RailView& view, 
       !wait_for_entry_of(view, net, watch, task.domain, rail_signal_return_entry(view.layout))) {
     return;
   }
-  if (acts) {
-    clock.add(kRoleWaits, entering);
-  }
+  clock.add(kRoleWaits, entering);
   const int area = rail_area(view.me(), task.domain);
   const int area_there = rail_area(task.domain, view.me());
   for (int chunk = task.lane; chunk < view.num_chunks(); chunk += view.layout.lanes) {
@@ -66,9 +64,7 @@ __device__ void return_sums(const EpRailReturnArgs& args, const RailView& view, 
       net.put(task.domain, view.slot(view.layout.partials, area_there, token),
               view.slot(view.layout.landing, area, token), bytes, task.channel);
       puts.add();
-      if (acts) {
-        clock.add_record(puts, waiting, putting, putting);
-      }
+      clock.add_record(puts, waiting, putting, putting);
     }
     if (!first && acts) {
       net.signal(task.domain, rail_signal_sums(view.layout, task.lane), task.channel);  // R1
@@ -144,9 +140,7 @@ class FinalSum {
     }
     here = __all_sync(~0u, here);
     __syncwarp();
-    if (lane_ == 0) {
-      clock_.add(kRoleWaits, start);
-    }
+    clock_.add(kRoleWaits, start);
     return here;
   }
 
