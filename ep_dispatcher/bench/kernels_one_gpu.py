@@ -185,13 +185,18 @@ def time_rounds_us(call: Callable[[], None], rounds: int, sweep: Tensor) -> list
         for _ in range(rounds + _WARM_UP)
     ]
     for start, end in events:
-        sweep.amax()  # reads: a write would leave its own write-back to the kernel
-        torch.cuda._sleep(20_000)  # so that the launch is queued before the clock starts
+        sweep_before_launch(sweep)
         start.record()
         call()
         end.record()
     torch.cuda.synchronize()
     return [1000 * start.elapsed_time(end) for start, end in events[_WARM_UP:]]
+
+
+def sweep_before_launch(sweep: Tensor) -> None:
+    """Replace what the L2 holds, and keep the GPU busy while the host queues what is timed."""
+    sweep.amax()  # reads: a write would leave its own write-back to the kernel
+    torch.cuda._sleep(20_000)  # so that the launch is queued before the clock starts
 
 
 def copy_rate_gbps(rounds: int = 10) -> float:

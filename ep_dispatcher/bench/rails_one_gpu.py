@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ep_dispatcher.bench.kernels_one_gpu import sweep_before_launch
 from ep_dispatcher.bench.one_gpu import WorldShape, load_kernels
 from ep_dispatcher.bench.one_gpu_spec import assert_same_bits, make_round
 from ep_dispatcher.bench.rail_world import RailWorld
@@ -164,7 +165,7 @@ class RailBench:
             for phase, pairs in events.items():
                 start = torch.cuda.Event(enable_timing=True)
                 end = torch.cuda.Event(enable_timing=True)
-                self._sweep()
+                sweep_before_launch(self.sweep)
                 start.record()
                 self.run(phase)
                 end.record()
@@ -175,10 +176,6 @@ class RailBench:
             for phase, pairs in events.items()
         }
 
-    def _sweep(self) -> None:
-        self.sweep.amax()  # reads: a write would leave its own write-back to the kernel
-        torch.cuda._sleep(20_000)  # so that the launch is queued before the clock starts
-
     def time_roles(self, rounds: int) -> dict[str, Role]:
         """Roles of dispatch and of the return: medians over rounds of means over ranks.
 
@@ -187,7 +184,7 @@ class RailBench:
         seen: dict[str, list[Role]] = {}
         for _ in range(rounds + _WARM_UP):
             for phase in self.calls:
-                self._sweep()
+                sweep_before_launch(self.sweep)
                 self.run(phase)
             torch.cuda.synchronize()
             for name, role in self._last_roles():

@@ -188,6 +188,8 @@ def record(runs: dict[str, Run], config: TrainConfig, log: ResultLog) -> list[st
         same_bits = None if repeated is None else repeated.has_bits_of(run)
         ours = name.startswith(("ours", "chunks"))
         difference = worst(run.losses, reference.losses)
+        mean = mean_difference(run.losses, reference.losses)
+        last = abs(run.losses[-1] - reference.losses[-1])
         log.write(
             sharing=_sharing(config),
             suite="train",
@@ -207,8 +209,8 @@ def record(runs: dict[str, Run], config: TrainConfig, log: ResultLog) -> list[st
             last_loss=run.losses[-1],
             losses=[round(loss, 6) for loss in run.losses],
             max_loss_difference=difference,
-            mean_loss_difference=mean_difference(run.losses, reference.losses),
-            last_loss_difference=abs(run.losses[-1] - reference.losses[-1]),
+            mean_loss_difference=mean,
+            last_loss_difference=last,
             allgather_loss_difference=allowed,
             checked=ours and allowed is not None and difference <= allowed,
             same_bits_again=same_bits,
@@ -217,8 +219,7 @@ def record(runs: dict[str, Run], config: TrainConfig, log: ResultLog) -> list[st
         )
         words.append(
             f"{name:14s} loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}  from alltoall worst "
-            f"{difference:.2e} mean {mean_difference(run.losses, reference.losses):.2e} last "
-            f"{abs(run.losses[-1] - reference.losses[-1]):.2e}  step {run.step_s * 1e3:.1f} ms  "
+            f"{difference:.2e} mean {mean:.2e} last {last:.2e}  step {run.step_s * 1e3:.1f} ms  "
             f"{run.tiers}" + ("" if same_bits is None else f"  same bits again: {same_bits}")
         )
     return words
