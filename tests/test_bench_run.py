@@ -167,3 +167,11 @@ def test_an_unknown_backend_is_refused_before_anything_starts(
     assert main(["bench", "run", "--backends", "nccl-ep", "--out", str(tmp_path)]) == 2
     assert "unknown backend 'nccl-ep'; did you mean 'nccl_ep'?" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("more", "code"), [((), 0), (("--strict",), 4)])
+def test_strict_fails_where_a_single_row_has_no_time(
+    more: tuple[str, ...], code: int, tmp_path: Path
+) -> None:
+    words = ["bench", "run", "--backends", "torch/all_to_all", "nccl_ep", "--no-report", *more]
+    assert main([*words, "--out", str(tmp_path), "--set", *TINY]) == code

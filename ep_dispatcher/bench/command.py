@@ -65,6 +65,9 @@ def add_to(actions: Any) -> None:  # noqa: ANN401  # argparse does not export th
         "--commit", help="recorded where the source tree has no git folder to tell it"
     )
     run_parser.add_argument("--no-report", action="store_true", help="write the lines only")
+    run_parser.add_argument(
+        "--strict", action="store_true", help="exit code 4 if any row has no time, not only if all"
+    )
     parser = _add(actions, "compare", "compare two runs; exit code 3 if the second is slower")
     parser.add_argument("before", type=Path, help="JSON lines file, or the folder of a run")
     parser.add_argument("after", type=Path, help="likewise")
@@ -139,7 +142,8 @@ def _run(args: argparse.Namespace) -> int:
         console.print(f"{log.path}: run {log.run}", markup=False)
         if not args.no_report:
             _write_report([line for line in read_lines([log.path]) if line["run"] == log.run], args)
-    return OK if any(outcome.error is None for outcome in outcomes) else NO_TIMES
+    enough = all if args.strict else any
+    return OK if enough(outcome.error is None for outcome in outcomes) else NO_TIMES
 
 
 def _console() -> Console:
