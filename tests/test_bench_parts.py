@@ -17,7 +17,7 @@ from ep_dispatcher.bench.check import Checker, WrongResult, arrivals_of
 from ep_dispatcher.bench.command import read_lines
 from ep_dispatcher.bench.compare import bootstrap_ratio, compare
 from ep_dispatcher.bench.inputs import make_inputs, make_routing
-from ep_dispatcher.bench.page_data import best_table, series
+from ep_dispatcher.bench.page_data import best_table, newest, series
 from ep_dispatcher.bench.record import RouterRecorder, experts_of
 from ep_dispatcher.bench.spec import BenchSpec, Work, load_spec
 from ep_dispatcher.bench.trace import RouterTrace, merge_traces, read_trace, write_trace
@@ -279,3 +279,14 @@ def test_lines_that_are_no_json_are_named(tmp_path: Path) -> None:
     file.write_text('{"run": 1}\nnonsense\n')
     with pytest.raises(ConfigError, match="line 2 is not a JSON object"):
         read_lines([file])
+
+
+def test_a_cell_that_ran_twice_is_shown_from_its_last_run_alone() -> None:
+    cell = {"backend": "nccl_ep", "num_sms": 16, "ranks": 4, "num_tokens": 8, "routing": "uniform"}
+    old = [cell | {"run": "a", "phase": phase} for phase in ("dispatch", "combine")]
+    other = [cell | {"run": "a", "phase": "dispatch", "routing": "zipf"}]
+    new = [cell | {"run": "b", "phase": "dispatch"}]
+    assert newest([*old, *other, *new]) == [*other, *new]
+    fewer = new[0] | {"num_sms": 8}
+    assert newest([*old, fewer]) == [fewer, *old]
+    assert newest([*old, other[0] | {"backend": "a"}, fewer])[-1]["backend"] == "a"

@@ -29,6 +29,7 @@ _SETTING = (
     "chunk_tokens",
     "seed",
     "trace",
+    "ffn_hidden",
 )
 
 
@@ -49,6 +50,30 @@ def with_knobs(line: Line) -> Line:
     """
     words = [str(line[name]) for name in ("combine", "duplicates") if name in line]
     return line | {"backend": ", ".join([line["backend"], *words])}
+
+
+def newest(lines: Sequence[Line]) -> list[Line]:
+    """Lines without those of a cell that a later run measured again, backend by backend.
+
+    A cell is a backend with its knobs, a setting and a number of SMs. So a table never puts phases
+    of two runs into one row. Backends come in the order of their first lines, forms of one backend
+    beside each other, SMs ascending.
+    """
+    last = {_cell_of(line): line["run"] for line in lines}
+    kept = [line for line in lines if line["run"] == last[_cell_of(line)]]
+    plain = [name.split(",")[0] for name in backends_of(lines)]
+    return sorted(
+        kept,
+        key=lambda line: (
+            plain.index(line["backend"].split(",")[0]),
+            line["backend"],
+            line["num_sms"],
+        ),
+    )
+
+
+def _cell_of(line: Line) -> tuple[object, ...]:
+    return (line["backend"], line["num_sms"], *setting_of(line))
 
 
 def timed(lines: Sequence[Line]) -> list[Line]:
@@ -74,6 +99,8 @@ def setting_words(line: Line, axis: str = "") -> str:
         words.append(f"{line['masked_fraction']:.0%} masked")
     if line.get("domains", 1) > 1:
         words.append(f"{line['domains']} domains")
+    if line.get("ffn_hidden"):
+        words.append(f"experts of {line['ffn_hidden']}")
     return ", ".join(words)
 
 
@@ -90,12 +117,12 @@ def phase_table(lines: Sequence[Line]) -> list[Table]:
         found = {line["phase"] for line in timed(mine)}
         phases = [phase for phase in SHOWN_PHASES if phase in found]
         rows = [row for key in _variants(mine) for row in _phase_rows(mine, key, phases)]
-        head = ("backend", "SMs", *phases, "round trip")
+        head = ("backend", "SMs", *phases, "round trip", "run")
         note = (
             "Microseconds, median / 95th percentile of the slowest rank of each round. Pair: "
             "dispatch, combine and the backward of both, back to back, all permutes included. "
             "Plan static: the plan where the host waits for nothing. "
-            "Round trip: the medians of plan to unpermute, added."
+            "Round trip: the medians of plan to unpermute, added. Run: `run` of the JSON lines."
         )
         tables.append(Table(setting_words(mine[0]), head, tuple(rows), note))
     return tables
@@ -349,7 +376,8 @@ def _phase_rows(
         line = by_phase.get(phase)
         cells.append(f"{line['median_us']:,.0f} / {line['p95_us']:,.0f}" if line else "")
     total = round_trip_us(mine, variant)
-    return [(variant[0], str(variant[1]), *cells, f"{total:,.0f}" if total else "")]
+    whole = f"{total:,.0f}" if total else ""
+    return [(variant[0], str(variant[1]), *cells, whole, str(mine[-1].get("run", "")))]
 
 
 def _family(line: Line, axis: str) -> tuple[object, ...]:

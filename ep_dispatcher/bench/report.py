@@ -13,6 +13,7 @@ from ep_dispatcher.bench.page_data import (
     best_table,
     cost_table,
     interference_table,
+    newest,
     phase_table,
     proof_table,
     rate_table,
@@ -46,7 +47,7 @@ def write_pages(lines: Sequence[Line], folder: Path) -> list[Path]:
     if not lines:
         raise ConfigError("there are no recorded lines to report on")
     folder.mkdir(parents=True, exist_ok=True)
-    shown = [with_knobs(line) for line in lines if "routing" in line]
+    shown = newest([with_knobs(line) for line in lines if "routing" in line])
     plots = make_plots(shown)
     for plot in plots:
         (folder / f"{plot.name}.png").write_bytes(plot.png)
@@ -70,22 +71,29 @@ def _sections(lines: Sequence[Line]) -> list[tuple[str, list[Table]]]:
 
 
 def _facts(lines: Sequence[Line]) -> list[str]:
-    """Machine, versions, commit and commands."""
-    first = lines[0]
-    machine = first["machine"]
+    """Machine, clocks and rules; then each run with its date, commit, versions and command."""
+    machine = lines[0]["machine"]
     what = f"{machine['gpu_count']} x {machine['gpu']}" if "gpu" in machine else machine["cpu"]
-    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     clocks = next((line["clocks"] for line in lines if line.get("clocks")), None)
-    facts = [
-        f"Machine: {what}; ranks share it: {machine['sharing']}.",
-        f"Versions: {versions}; commit {first['commit'][:12]}; {first['when']}.",
-        *sorted({f"Command: {line['command']} (run {line['run']})" for line in lines}),
-        "Every time is the median over the rounds of the slowest rank of each round, after the "
-        "result was checked against a dense reference; every figure is from a JSON line.",
-    ]
+    facts = [f"Machine: {what}; ranks share it: {machine['sharing']}."]
     if clocks:
-        facts.insert(1, "Clocks: " + ", ".join(f"{k} {v:g}" for k, v in clocks.items()) + ".")
-    return facts
+        facts.append("Clocks: " + ", ".join(f"{k} {v:g}" for k, v in clocks.items()) + ".")
+    facts.append(
+        "Every time is the median over the rounds of the slowest rank of each round, after the "
+        "result was checked against a dense reference; every figure is from a JSON line. A cell "
+        "that several runs measured is shown from the last of them."
+    )
+    first_of_runs = {line["run"]: line for line in reversed(lines)}
+    runs = sorted(first_of_runs.values(), key=lambda line: str(line["when"]))
+    return [*facts, *map(_run_words, runs)]
+
+
+def _run_words(line: Line) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in line["versions"].items())
+    return (
+        f"Run {line['run']}, {line['when']}, commit {line['commit'][:12]}; {versions}. "
+        f"Command: {line['command']}"
+    )
 
 
 def _markdown(lines: Sequence[Line], plots: Sequence[Plot]) -> str:
