@@ -5,7 +5,8 @@
 All variants have the same weights and tokens and take turns in every round. Times are of the
 slowest rank of a round; `hidden_fraction` is the part of the communication's time during which the
 experts of the same rank ran too. A variant "chunksN serial" has the chunks but one stream: the
-speed of its experts is what those of "chunksN" are compared with.
+speed of its experts is what those of "chunksN" are compared with. With `--delayed`, variants
+"... delayed" compute the experts' weight gradients beside the backward of dispatch.
 """
 
 from __future__ import annotations
@@ -80,9 +81,12 @@ class LayerBench:
         config: one layer, its sizes and layout.
         runtime: this rank.
         chunks: numbers of chunks to try.
+        delayed: try each with delayed weight gradients too.
     """
 
-    def __init__(self, config: TrainConfig, runtime: Runtime, chunks: Sequence[int]) -> None:
+    def __init__(
+        self, config: TrainConfig, runtime: Runtime, chunks: Sequence[int], *, delayed: bool = False
+    ) -> None:
         """Build all variants with the weights of the first."""
         self._config, self._runtime = config, runtime
         self._pools: dict[bool, Any] = {}  # an arena belongs to the stream that used it first
@@ -91,6 +95,10 @@ class LayerBench:
         for number in chunks:
             for name in (f"chunks{number}", f"chunks{number} serial"):
                 self.variants.append(self._build(name, self._options(number)))
+        if delayed:
+            self.variants.append(self._build("ours delayed", self._options(1)))
+            for number in chunks:
+                self.variants.append(self._build(f"chunks{number} delayed", self._options(number)))
         torch.manual_seed(config.train.seed + 1 + runtime.rank)
         shape = (config.model.seq_length, config.train.micro_batch, config.model.hidden)
         dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
@@ -133,7 +141,11 @@ class LayerBench:
         from ep_dispatcher.train.model import block_spec, make_megatron_config
 
         dispatcher = "alltoall" if options is None else "ep_dispatcher"
-        train = dataclasses.replace(self._config.train, dispatcher=dispatcher)
+        train = dataclasses.replace(
+            self._config.train,
+            dispatcher=dispatcher,
+            delay_weight_gradients=name.endswith("delayed"),
+        )
         config = dataclasses.replace(self._config, train=train)
         megatron_config = make_megatron_config(config, self._runtime)
         spec, plugin = block_spec(config, megatron_config, self._runtime), None
@@ -338,7 +350,7 @@ def measure(words: Sequence[str], config: TrainConfig, runtime: Runtime) -> None
     initialize_groups(config)
     model_parallel_cuda_manual_seed(config.train.seed)
     chunks = [int(number) for number in args.chunks.split(",") if number]
-    bench = LayerBench(config, runtime, chunks)
+    bench = LayerBench(config, runtime, chunks, delayed=args.delayed)
     bench.run(args.rounds)
     log = ResultLog(args.out, [sys.executable, "-m", "ep_dispatcher.profile.layer", *words])
     _report(bench, config, runtime, log)
@@ -355,6 +367,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--spans", type=Path, help="JSON file for the phases of each rank")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--chunks", default="2,4", help="numbers of chunks, with commas")
+    parser.add_argument(
+        "--delayed", action="store_true", help="try delayed weight gradients (on a GPU with TE)"
+    )
     return parser
 
 
