@@ -171,6 +171,8 @@ class LayerBench:
             own.data.copy_(given.data)
         clock = Clock(_make_stamp if self._runtime.on_gpu else HostStamp)
         layer.experts.forward = clock.wrap("experts", layer.experts.forward)
+        if train.delay_weight_gradients:
+            layer.experts.backward_dw = clock.wrap("experts_backward", layer.experts.backward_dw)
         if options is None:
             steps = layer.token_dispatcher
             steps.token_dispatch = clock.wrap("dispatch", steps.token_dispatch)
