@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import struct
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +93,60 @@ def test_pages_hold_every_time_and_fetch_nothing(ran: tuple[Path, Lines], tmp_pa
     assert "src=" in page
     assert "http" not in page
     assert (tmp_path / "phases.png").read_bytes().startswith(b"\x89PNG")
+
+
+class PageReader(HTMLParser):
+    """What a browser would make of a page: unclosed or crossing tags, pictures, things to fetch."""
+
+    EMPTY = ("img", "meta", "br", "hr")
+    FETCHES = ("script", "link", "iframe", "object", "embed", "a")
+
+    def __init__(self) -> None:
+        """Nothing read yet."""
+        super().__init__()
+        self.open: list[str] = []
+        self.faults: list[str] = []
+        self.pictures: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note what is opened, shown or fetched."""
+        values = dict(attrs)
+        if tag in self.FETCHES:
+            self.faults.append(f"<{tag}>")
+        if tag == "img":
+            self.pictures.append(values["src"] or "")
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        """Only what was opened last may be closed."""
+        if not self.open or self.open.pop() != tag:
+            self.faults.append(f"</{tag}>")
+
+
+def faults_of(page: str) -> list[str]:
+    """What is wrong with a page's tags and pictures."""
+    reader = PageReader()
+    reader.feed(page)
+    reader.close()
+    faults = reader.faults + [f"<{tag}> is not closed" for tag in reader.open]
+    for source in reader.pictures:
+        kind, _, data = source.partition(",")
+        picture = base64.b64decode(data) if kind == "data:image/png;base64" else b""
+        if not picture.startswith(b"\x89PNG") or min(struct.unpack(">II", picture[16:24])) < 200:
+            faults.append(f"picture {source[:40]}")
+    return faults if reader.pictures else [*faults, "no picture"]
+
+
+def test_the_page_is_whole_and_carries_its_pictures(
+    ran: tuple[Path, Lines], tmp_path: Path
+) -> None:
+    assert main(["bench", "report", str(ran[0]), "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert faults_of(page) == []
+    assert faults_of(page.replace("</table>", "", 1))
+    assert faults_of(page.replace("data:image/png;base64,", "phases.png?", 1))
+    assert faults_of(page.replace("<h1>", '<h1><a href="x">x</a>', 1))
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def best_table(lines: Sequence[Line]) -> Table | None:
             }
             if totals:
                 best = min(totals, key=lambda sms: totals[sms])
-                equal = [f"{totals[sms]:,.0f}" if sms in totals else "" for sms in budgets]
+                equal = [f"{totals[sms]:,.0f}" if sms in totals else "-" for sms in budgets]
                 cell = " / ".join(equal)
                 words = setting_words(mine[0])
                 rows.append((backend, words, cell, str(best), f"{totals[best]:,.0f}"))
@@ -152,7 +152,8 @@ def best_table(lines: Sequence[Line]) -> Table | None:
         return None
     sms_words = " / ".join(str(sms) for sms in sorted({line["num_sms"] for line in timed(lines)}))
     head = ("backend", "setting", f"us at equal SMs ({sms_words})", "best SMs", "us there")
-    return Table("Equal SMs and each one's best", head, tuple(rows), "Forward round trip.")
+    note = "Forward round trip; - where a backend was not run."
+    return Table("Equal SMs and each one's best", head, tuple(rows), note)
 
 
 def rate_table(lines: Sequence[Line]) -> Table:

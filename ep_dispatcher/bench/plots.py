@@ -170,7 +170,40 @@ def _interference(lines: Sequence[Line]) -> Plot | None:
         f"a rank that communication may hold ({words}); lower is better."
     )
     labels = ("SMs a rank", "times slower")
-    return _curves(lines, points, "interference", caption, labels)
+    plot = _curves(lines, points, "interference", caption, labels)
+    return plot if plot is not None else _slow_down_bars(lines)
+
+
+def _slow_down_bars(lines: Sequence[Line]) -> Plot | None:
+    """A bar for each backend where SMs were not swept, on the setting with most of them."""
+    best: tuple[str, dict[str, float]] = ("", {})
+    for setting in dict.fromkeys(map(setting_of, timed(lines))):
+        mine = [line for line in timed(lines) if setting_of(line) == setting]
+        variants = dict.fromkeys((line["backend"], line["num_sms"]) for line in mine)
+        found = {
+            f"{variant[0]}, {variant[1]} SMs": slower
+            for variant in variants
+            if (slower := slow_down(mine, variant)) is not None
+        }
+        if len(found) > len(best[1]):
+            best = (setting_words(mine[0]), found)
+    words, bars = best
+    if not bars:
+        return None
+    figure, axes = _figure(height=1.2 + 0.42 * len(bars))
+    axes.barh(list(bars), list(bars.values()), color=_COLOURS[0], height=0.6)
+    for row, slower in enumerate(bars.values()):
+        axes.text(slower, row, f" {slower:.2f}", va="center", fontsize=9)
+    axes.axvline(1.0, color="#1c2733", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set_xlim(left=0, right=1.12 * max(bars.values()))
+    axes.set_xlabel("times slower; 1 is alone")
+    axes.grid(axis="y", visible=False)
+    caption = (
+        "Slow-down of matrix products while dispatch and combine run beside them "
+        f"({words}); shorter is better."
+    )
+    return Plot("interference", caption, _png(figure))
 
 
 def _plain(line: Line) -> bool:

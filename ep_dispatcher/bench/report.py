@@ -24,13 +24,14 @@ from ep_dispatcher.bench.plots import Plot, make_plots
 from ep_dispatcher.errors import ConfigError
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem;
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 100rem; padding: 0 1rem;
   color: #1c2733; }
 h1 { margin-bottom: 0; } h2 { margin-top: 2.5rem; border-bottom: 2px solid #0b6e4f; }
 h3 { margin: 1.6rem 0 .4rem; font-size: 1rem; } .facts, .note, figcaption { color: #5a6774; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }
-th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #e3e7eb; }
-td, th { white-space: nowrap; } .words td { white-space: normal; min-width: 9rem; }
+th, td { padding: .3rem .5rem; text-align: right; border-bottom: 1px solid #e3e7eb; }
+td { white-space: nowrap; } th { vertical-align: bottom; }
+.words td { white-space: normal; min-width: 9rem; }
 th:first-child, td:first-child { text-align: left; font-weight: 600; }
 .words td, .words th { text-align: left; } tbody tr:hover { background: #f2f7f5; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(32rem, 1fr)); gap: 1rem; }
@@ -114,9 +115,9 @@ def _markdown(lines: Sequence[Line], plots: Sequence[Plot]) -> str:
 
 def _html(lines: Sequence[Line], plots: Sequence[Plot]) -> str:
     """The HTML page: pictures inside, nothing fetched."""
-    parts = ["<h1>Ablation report</h1>", '<div class="facts">']
-    parts += [f"<div>{html.escape(fact)}</div>" for fact in _facts(lines)]
-    parts += ["</div>", "<h2>At a glance</h2>", '<div class="plots">']
+    parts = ["<h1>Ablation report</h1>", '<ul class="facts">']
+    parts += [f"<li>{html.escape(fact)}</li>" for fact in _facts(lines)]
+    parts += ["</ul>", "<h2>At a glance</h2>", '<div class="plots">']
     parts += [_figure(plot) for plot in plots]
     parts.append("</div>")
     for title, tables in _sections(lines):
@@ -141,7 +142,8 @@ def _figure(plot: Plot) -> str:
 
 def _html_table(table: Table) -> str:
     words = ' class="words"' if {"why", "notes"} & set(table.head) else ""
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in table.head)
+    # A name of several words may break, so that all phases fit beside each other.
+    head = "".join(f"<th>{html.escape(cell.replace('_', ' '))}</th>" for cell in table.head)
     rows = "\n".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
         for row in table.rows
