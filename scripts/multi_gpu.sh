@@ -3,6 +3,7 @@
 # overlap, and a table with the targets beside. One rank on each GPU.
 #
 #   scripts/multi_gpu.sh N [--ranks-per-gpu R] [--out FOLDER] [--budget SECONDS] [--quick] [--cpu]
+#                          [--commit HASH]
 #
 # N                GPUs to use
 # --ranks-per-gpu  several ranks share each GPU under MPS; for trying the script on one GPU
@@ -11,6 +12,7 @@
 # --budget         seconds for all of it (default: 530); parts that do not fit are left out and say so
 # --quick          every part, with one cell of two backends and few tests: about two minutes
 # --cpu            the same steps over gloo with tiny shapes, N ranks: shows that the script works
+# --commit         recorded where the source tree has no git folder to tell it
 #
 # PYTHON, NCCL_HOME as in scripts/shared_gpu.sh. NVLink multicast stays off.
 set -uo pipefail
@@ -20,9 +22,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 
 gpus=${1:-}
-[[ $gpus =~ ^[1-9][0-9]*$ ]] || { sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 2; }
+[[ $gpus =~ ^[1-9][0-9]*$ ]] || { sed -n '2,19s/^# \{0,1\}//p' "$0"; exit 2; }
 shift
-per_gpu=1 out=runs/multi_gpu budget_s=530 cpu='' quick=''
+per_gpu=1 out=runs/multi_gpu budget_s=530 cpu='' quick='' commit=()
 while (($#)); do
   case $1 in
     --ranks-per-gpu) per_gpu=$2; shift 2 ;;
@@ -30,6 +32,7 @@ while (($#)); do
     --budget) budget_s=$2; shift 2 ;;
     --quick) quick=1; shift ;;
     --cpu) cpu=1; shift ;;
+    --commit) commit=(--commit "$2"); shift 2 ;;
     *) echo "unknown option $1"; exit 2 ;;
   esac
 done
@@ -80,7 +83,7 @@ if [[ $quick ]]; then
 fi
 tests=("$PYTHON" -m pytest -q --maxfail 3 --timeout 120 -p no:cacheprovider)
 bench=("$PYTHON" -m ep_dispatcher bench run --config "$cells" --out "$out"
-  --no-report)
+  --no-report ${commit[@]+"${commit[@]}"})
 torchrun=("$PYTHON" -m torch.distributed.run --nproc-per-node "$ranks" --master-port 0
   --rdzv-backend c10d --rdzv-endpoint localhost:0)
 
