@@ -4,17 +4,24 @@ The pool has one segment, the arena's heap, from which torch's caching allocator
 the rows can be resized, freed and kept like any tensor, and peers can address them.
 
 A block of the caching allocator belongs to one stream. The pool's is the stream of its first use
-(the home stream); there nothing is waited for. A call on another stream waits on the device for
-the home stream, and its rows are given back only when both are done with them.
+(the home stream); there nothing is waited for, as with any tensor. A call on another stream waits,
+on the device, for what the home stream had been given by the time the same piece of the heap was
+let go, and for nothing that came after: so communication runs beside later work of the home stream.
+Its rows are given back when that stream is done with them; a third one that reads them has to be
+told by `record_stream`, as with any tensor.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ep_dispatcher.config import DTYPE_BYTES, EpConfig, Topology
 from ep_dispatcher.errors import CapacityError
@@ -61,6 +68,73 @@ def _allocator(file: str) -> torch.cuda.memory.CUDAPluggableAllocator:
     return torch.cuda.memory.CUDAPluggableAllocator(file, "ep_segment_alloc", "ep_segment_free")
 
 
+def _fills_new_memory() -> bool:
+    """Whether torch launches a kernel on a tensor that it makes, to fill it with NaN."""
+    fills: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    return torch.are_deterministic_algorithms_enabled() and fills
+
+
+def _span_of(block: Tensor) -> tuple[int, int]:
+    """First address of a block and the one after its last."""
+    start = block.data_ptr()
+    return start, start + block.untyped_storage().nbytes()
+
+
+class _Piece(NamedTuple):
+    """Addresses that a block holds until its storage is gone."""
+
+    storage: Any
+    start: int
+    end: int
+
+
+class ReuseLog:
+    """Says what a stream must wait for before it writes to memory that the home stream used.
+
+    Blocks go back without notice, so each call looks which are gone and takes an event of the home
+    stream: what used them there was launched before.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is held yet."""
+        self._held: list[_Piece] = []
+        self._freed: deque[tuple[Any, list[_Piece]]] = deque()
+
+    def hold(self, block: Tensor) -> None:
+        """Watch a block that was handed out."""
+        self._held.append(_Piece(StorageWeakRef(block.untyped_storage()), *_span_of(block)))
+
+    def sweep(self, block: Tensor, record_event: Callable[[], Any]) -> None:
+        """Find what is gone, forget what was read to its end; before `hold` of the block.
+
+        Args:
+            block: just cut; what lay at its addresses is gone, also where a storage was only
+                resized to nothing.
+            record_event: takes an event of the home stream as it is now.
+        """
+        start, end = _span_of(block)
+        gone = [
+            piece
+            for piece in self._held
+            if piece.storage.expired() or (piece.start < end and start < piece.end)
+        ]
+        if gone:
+            freed = {id(piece) for piece in gone}
+            self._held = [piece for piece in self._held if id(piece) not in freed]
+            self._freed.append((record_event(), gone))
+        while self._freed and self._freed[0][0].query():
+            self._freed.popleft()
+
+    def events_before(self, block: Tensor) -> list[Any]:
+        """Events to wait for before a block's memory is written on another stream than home."""
+        start, end = _span_of(block)
+        return [
+            event
+            for event, pieces in self._freed
+            if any(piece.start < end and start < piece.end for piece in pieces)
+        ]
+
+
 class OutputPool:
     """Hands out tensors that lie in an arena.
 
@@ -79,6 +153,8 @@ class OutputPool:
         self._home: torch.cuda.Stream | None = None
         self._anchor: Tensor | None = None
         self._captured: list[Tensor] = []
+        self._reuse = ReuseLog()
+        self._lock = threading.Lock()  # autograd's backward runs in a thread of its own
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor in the arena, ready for use on the current stream.
@@ -90,15 +166,19 @@ class OutputPool:
         Raises:
             CapacityError: the heap has no free piece of that size; names the size that would do.
         """
-        home = self._home or self._open()
-        current = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(home):
-            block = self._block(shape, dtype)
-        if torch.cuda.is_current_stream_capturing():
-            self._captured.append(block)  # a replay writes it again, whoever holds it then
-        elif current != home:
-            current.wait_stream(home)
-            block.record_stream(current)
+        with self._lock:
+            home = self._home or self._open()
+            current = torch.cuda.current_stream(self._device)
+            with torch.cuda.stream(home):
+                block = self._block(shape, dtype)
+            if torch.cuda.is_current_stream_capturing():
+                self._captured.append(block)  # a replay writes it again, whoever holds it then
+            elif block.numel():
+                # After the cut: whatever lay there before is gone by now, and found to be.
+                self._reuse.sweep(block, home.record_event)
+                self._reuse.hold(block)
+                if current != home:
+                    self._await_users(block, current)
         return block
 
     def offset_of(self, tensor: Tensor | None) -> int:
@@ -123,6 +203,15 @@ class OutputPool:
         """Let go of the heap; tensors that users still hold stay valid."""
         self._captured.clear()
         self._anchor = None
+
+    def _await_users(self, block: Tensor, current: torch.cuda.Stream) -> None:
+        """Let a stream wait for the home stream's users of the memory, and torch for the stream."""
+        if _fills_new_memory():
+            assert self._home is not None
+            current.wait_stream(self._home)  # which has just been given the filling
+        for event in self._reuse.events_before(block):
+            current.wait_event(event)
+        block.record_stream(current)
 
     def _open(self) -> torch.cuda.Stream:
         """Make the heap the pool's one segment, owned by the current stream."""

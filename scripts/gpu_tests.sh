@@ -48,6 +48,7 @@ part_windows() { # processes, by the number of ranks
     check "windows $ranks ranks" 200 "${TESTS[@]}" tests/test_device.py -k "${ranks}ranks"
   done
   check "native module, host" 120 "${TESTS[@]}" tests/test_native.py
+  check "rows on two streams" 90 "${TESTS[@]}" tests/test_device_memory.py
   stop_mps
 }
 
