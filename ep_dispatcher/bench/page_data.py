@@ -214,7 +214,8 @@ def cost_table(lines: Sequence[Line]) -> Table:
     )
     note = (
         "A round is plan, dispatch, combine and both backwards. Largest error: of a sum against "
-        "float64, as a share of the sum of its terms' magnitudes."
+        "float64, as a share of the sum of its terms' magnitudes. Host waits: calls of the CUDA "
+        "runtime that wait; a host that polls memory, as most do for counts, is not seen here."
     )
     return Table("Costs beside time", head, tuple(rows), note)
 

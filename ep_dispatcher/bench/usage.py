@@ -46,7 +46,8 @@ def count_calls(work: Callable[[], object]) -> dict[str, int]:
 
     Returns:
         "launches" (kernels, copies and fills that were enqueued) and "host_syncs" (calls of the
-        CUDA runtime that waited, the one that ends the measurement left out).
+        CUDA runtime that waited, the one that ends the measurement left out). A host that polls
+        memory which the device writes is not seen.
     """
     from torch.profiler import ProfilerActivity, profile
 
