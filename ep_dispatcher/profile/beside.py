@@ -10,18 +10,23 @@ so its blocks hold their SMs. Everything is timed by events, one before and afte
 The ranks share one GPU, so they bring a quarter of the tokens each: together the launch moves as
 many rows as one rank of 4096 tokens does on a GPU of its own. Needs the module that
 scripts/gpu_kernels.sh builds.
+
+What the products lose has two causes: SMs that they cannot have, and memory traffic. A kernel that
+holds as many SMs and moves nothing ("SMs held idle") shows the first alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,12 +42,25 @@ RANKS, TOKENS, HIDDEN, SLOTS, EXPERTS = 4, 1024, 7168, 8, 64
 LOCAL_EXPERTS, FFN_HIDDEN = 16, 2048
 EXPERT_ROWS = RANKS * TOKENS * SLOTS // LOCAL_EXPERTS
 HELD_SMS = (8, 16, 32)
+MORE_LEFT_FREE = (4, 8, 16)  # beyond the held ones, that products are told to leave alone
 _PASSES = 3  # of all experts, so that products outlast communication
 _FILLED = 0.6  # of the products' time, by repeats of the communication
 _PAIR = "pair_gather"
 _WARM_UP = 2
 _HEAD_START_CYCLES = 12_000_000  # about 6 ms: longer than the host takes to queue a round
 _FIRST_CYCLES = 60_000  # about 30 us, by which communication begins before the products
+_HOLDER = """
+extern "C" __global__ void hold_sm(int microseconds) {
+  unsigned long long now, start;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  do {
+    __nanosleep(500);
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  } while (now - start < 1000ull * microseconds);
+}
+"""
+_HOLDER_THREADS = 32
+_HOLDER_SHARED_BYTES = 200 << 10  # no block of a product fits beside that
 
 Interval = tuple[float, float]
 
@@ -173,43 +191,37 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 class Beside:
-    """Runs products and communication, alone and together.
+    """Runs products and other launches, alone and together.
 
     Args:
-        bench: of the communication; its pair is run.
         products: of the experts.
-        priority: of the communication's stream; -1 is above that of the products.
+        calls: launched on a stream of their own, before the products.
+        priority: of that stream; -1 is above that of the products.
+
+    Attributes:
+        calls: as given, or more often.
     """
 
-    def __init__(self, bench: Bench, products: Products, priority: int = -1) -> None:
-        """Choose how often the pair runs, so that products last longer."""
-        self.bench = bench
+    def __init__(
+        self, products: Products, calls: Sequence[Callable[[], object]], priority: int = -1
+    ) -> None:
+        """Run both once."""
         self._products = products.launches()
+        self.calls = calls
         self._side = torch.cuda.Stream(priority=priority)
-        self.phases: tuple[str, ...] = PAIRS[_PAIR]
         self._round(products=True, calls=True)
+
+    def repeated(self) -> Beside:
+        """The same with the calls as often as the products last clearly longer."""
         products_ms = self._round(products=True, calls=False).wall_ms
-        pair_ms = self._round(products=False, calls=True).wall_ms
-        self.phases = PAIRS[_PAIR] * max(1, int(_FILLED * products_ms / pair_ms))
+        calls_ms = self._round(products=False, calls=True).wall_ms
+        self.calls = [*self.calls] * max(1, int(_FILLED * products_ms / calls_ms))
+        return self
 
     def rounds(self, count: int, *, products: bool, calls: bool) -> list[Timeline]:
         """Timelines of rounds after a warm-up."""
         found = [self._round(products=products, calls=calls) for _ in range(_WARM_UP + count)]
         return found[_WARM_UP:]
-
-    def check(self) -> None:
-        """Compare what the last rounds left with the specification.
-
-        Raises:
-            AssertionError: a bit differs.
-        """
-        work = self.bench.work
-        for rank, (recv_x, recv_weights) in enumerate(self.bench.outputs):
-            assert recv_weights is not None
-            assert_same_bits("recv_x", recv_x, work.recv_x[rank])
-            assert_same_bits("recv_weights", recv_weights, work.recv_weights[rank])
-            assert_same_bits("out", self.bench.out[rank], work.out[rank])
-            assert_same_bits("weights_grad", self.bench.grads[rank], work.weight_grads[rank])
 
     def _round(self, *, products: bool, calls: bool) -> Timeline:
         torch.cuda.synchronize()
@@ -222,8 +234,7 @@ class Beside:
         if calls:
             self._side.wait_event(origin)
             with torch.cuda.stream(self._side):
-                runs = [self._runner(phase) for phase in self.phases]
-                call_events = _launch(runs)
+                call_events = _launch(self.calls)
         if products:
             if calls:
                 torch.cuda._sleep(_FIRST_CYCLES)
@@ -231,8 +242,38 @@ class Beside:
         torch.cuda.synchronize()
         return Timeline(_intervals(origin, product_events), _intervals(origin, call_events))
 
-    def _runner(self, phase: str) -> Callable[[], object]:
-        return lambda: self.bench.run(phase)
+
+def calls_of(bench: Bench) -> list[Callable[[], object]]:
+    """One call a kernel of a pair of dispatch and combine."""
+    return [functools.partial(bench.run, phase) for phase in PAIRS[_PAIR]]
+
+
+def check(bench: Bench) -> None:
+    """Compare what the last rounds left with the specification.
+
+    Raises:
+        AssertionError: a bit differs.
+    """
+    work = bench.work
+    for rank, (recv_x, recv_weights) in enumerate(bench.outputs):
+        assert recv_weights is not None
+        assert_same_bits("recv_x", recv_x, work.recv_x[rank])
+        assert_same_bits("recv_weights", recv_weights, work.recv_weights[rank])
+        assert_same_bits("out", bench.out[rank], work.out[rank])
+        assert_same_bits("weights_grad", bench.grads[rank], work.weight_grads[rank])
+
+
+def holder(num_sms: int, microseconds: int) -> Callable[[], object]:
+    """A launch that holds SMs for a time and moves nothing."""
+    kernel: Any = torch.cuda._compile_kernel(_HOLDER, "hold_sm")
+    kernel.set_shared_memory_config(_HOLDER_SHARED_BYTES)
+    return functools.partial(
+        kernel,
+        grid=(num_sms, 1, 1),
+        block=(_HOLDER_THREADS, 1, 1),
+        args=[microseconds],
+        shared_mem=_HOLDER_SHARED_BYTES,
+    )
 
 
 def _launch(calls: Sequence[Callable[[], object]]) -> list[torch.cuda.Event]:
@@ -268,25 +309,33 @@ class Variant:
         held_sms: blocks of the launch of all ranks.
         left_free_sms: that products are told to leave alone.
         priority: of the communication's stream.
+        idle: the SMs are held by a kernel that moves nothing.
     """
 
     held_sms: int
     left_free_sms: int = 0
     priority: int = -1
+    idle: bool = False
 
     @property
     def name(self) -> str:
         """Shown and recorded."""
         plain = "beside" if self.priority else "beside, equal priority"
-        return f"{plain}, products told" if self.left_free_sms else plain
+        plain = "SMs held idle" if self.idle else plain
+        more = self.left_free_sms - self.held_sms
+        told = f", products told {more} more" if more > 0 else ", products told"
+        return plain + told if self.left_free_sms else plain
 
 
 def variants_of(held_sms: int) -> list[Variant]:
-    """Products as they are, and told to leave the held SMs alone; both with equal priority too."""
+    """Products as they are, and told to leave SMs alone; then SMs that are held idle."""
+    told = [held_sms, *(held_sms + more for more in MORE_LEFT_FREE)]
     return [
         Variant(held_sms),
-        Variant(held_sms, left_free_sms=held_sms),
+        *(Variant(held_sms, left_free_sms=number) for number in told),
         Variant(held_sms, priority=0),
+        Variant(held_sms, idle=True),
+        *(Variant(held_sms, left_free_sms=number, idle=True) for number in told),
     ]
 
 
@@ -294,21 +343,39 @@ def measure(log: ResultLog | None, kernels: object, rounds: int) -> None:
     """Time all variants and record one line each."""
     torch.backends.cuda.preferred_blas_library("cublaslt")  # the one that can be told
     products = Products(torch.device("cuda"))
+    lasted_us = {}
     for held_sms in HELD_SMS:
-        setting = Setting(
-            hidden=HIDDEN,
-            num_topk=SLOTS,
-            num_experts=EXPERTS,
-            num_sms=held_sms // RANKS,
-            num_tokens=TOKENS,
-            ranks=RANKS,
-        )
-        bench = Bench(setting, kernels)
-        bench.check()
-        for variant in variants_of(held_sms):
-            _measure_variant(variant, Beside(bench, products, variant.priority), log, rounds)
-        del bench
+        lasted_us[held_sms] = _measure_communication(products, held_sms, log, kernels, rounds)
         torch.cuda.empty_cache()
+    for held_sms, us in lasted_us.items():
+        idle = [holder(held_sms, us)]
+        for variant in variants_of(held_sms):
+            if variant.idle:
+                _measure_variant(variant, Beside(products, idle), log, rounds)
+
+
+def _measure_communication(
+    products: Products, held_sms: int, log: ResultLog | None, kernels: object, rounds: int
+) -> int:
+    """All variants that communicate; returns how long the communication of a round takes, in us."""
+    setting = Setting(
+        hidden=HIDDEN,
+        num_topk=SLOTS,
+        num_experts=EXPERTS,
+        num_sms=held_sms // RANKS,
+        num_tokens=TOKENS,
+        ranks=RANKS,
+    )
+    bench = Bench(setting, kernels)
+    bench.check()
+    pair = Beside(products, calls_of(bench)).repeated()
+    for variant in variants_of(held_sms):
+        if not variant.idle:
+            beside = Beside(products, pair.calls, variant.priority)
+            _measure_variant(variant, beside, log, rounds)
+            check(bench)
+    lasted_ms = [each.wall_ms for each in pair.rounds(rounds, products=False, calls=True)]
+    return int(1e3 * statistics.median(lasted_ms))
 
 
 def _measure_variant(variant: Variant, beside: Beside, log: ResultLog | None, rounds: int) -> None:
@@ -318,7 +385,6 @@ def _measure_variant(variant: Variant, beside: Beside, log: ResultLog | None, ro
     with left_free(variant.left_free_sms):
         told = beside.rounds(rounds, products=True, calls=False)
         both = beside.rounds(rounds, products=True, calls=True)
-    beside.check()
     found = evaluate(products, calls, both)
     alone_us, told_us, calls_us = (
         round(1e3 * statistics.median(each.wall_ms for each in timelines), 1)
@@ -328,7 +394,7 @@ def _measure_variant(variant: Variant, beside: Beside, log: ResultLog | None, ro
     slow_down = found.gemm_slow_down
     per_sm = None if slow_down is None else (slow_down - 1) / variant.held_sms
     say(
-        f"{variant.held_sms:2d} SMs, {variant.name:29s} products {alone_us:8.1f} us (told "
+        f"{variant.held_sms:2d} SMs, {variant.name:36s} products {alone_us:8.1f} us (told "
         f"{told_us:.1f})  communication {calls_us:8.1f}  together {times['median_us']:8.1f}  "
         f"hidden {found.hidden_fraction:.3f}  saved {found.saved_fraction:.3f}  slow-down of "
         f"{found.num_products} products {slow_down or 0:.3f}, of communication "
@@ -341,7 +407,7 @@ def _measure_variant(variant: Variant, beside: Beside, log: ResultLog | None, ro
         suite="overlap",
         backend="ep_dispatcher/device",
         variant=variant.name,
-        phase=_PAIR,
+        phase="hold" if variant.idle else _PAIR,
         layout="expert_major",
         experts="cuBLASLt, forward",
         ranks=RANKS,
@@ -358,8 +424,8 @@ def _measure_variant(variant: Variant, beside: Beside, log: ResultLog | None, ro
         dtype="bfloat16",
         routing="uniform",
         seed=0,
-        checked=True,
-        launches=len(beside.phases),
+        checked=not variant.idle,
+        launches=len(beside.calls),
         **times,
         hidden_fraction=round(found.hidden_fraction, 4),
         saved_fraction=round(found.saved_fraction, 4),
