@@ -256,6 +256,7 @@ class DeviceBackend:
         address = self._mailbox.data_ptr()
         if not self._answered(address):
             self._session.raise_expired("route: counts")
+        self._session.check()  # after a fault `route` has worked on what was not there
         letter = self._module.read_mailbox(address)
         self._refuse(letter, f"than {alignment}, so no rank may go on")
         return letter

@@ -68,6 +68,37 @@ def test_a_rank_that_never_calls_is_named(name: str, net: str) -> None:
     check_rail_round(fresh, new_rail_round(fresh))
 
 
+@pytest.mark.parametrize("net", ["loop", "chaos"])
+def test_launches_after_a_fault_leave_at_once_and_write_nothing(net: str) -> None:
+    """What the one that failed has left is stale; every rank of every domain is told of it."""
+    timeout_s = 1.0
+    world = new_rail_world(2, 2, timeout_s=timeout_s, net=net)
+    work = new_rail_round(world, "uniform")
+    plans = rail_plan(world, work)
+    outputs = world.new_outputs(work.rows, weights=True)
+    out = [torch.full_like(rows, float("nan")) for rows in work.x]
+    planning = world.rail_plan_calls(plans, work.topk_idx)
+    dispatches = world.rail_dispatch_calls(plans, work.x, work.topk_weights, outputs)
+    _, returns = world.rail_combine_calls(plans, work.expert_out, out)
+    for plan in plans:
+        plan["dst_rank"].fill_(77)
+    world.launch("rail_exchange", planning[:LATE_RANK])
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    for name, calls in (
+        ("rail_counts", planning),
+        ("rail_dispatch", dispatches),
+        ("rail_return", returns),
+    ):
+        world.launch(name, calls)
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < timeout_s / 2
+    assert {world.fault(rank).peer for rank in range(4)} == {LATE_RANK}
+    assert all(bool((plan["dst_rank"] == 77).all()) for plan in plans)
+    assert all(bool(rows.isnan().all()) for rows, _ in outputs)
+    assert all(bool(rows.isnan().all()) for rows in out)
+
+
 @pytest.mark.parametrize("name", ["rail_dispatch", "rail_return"])
 def test_a_domain_past_the_deadline_is_named_and_one_before_it_is_not(name: str) -> None:
     world = new_rail_world(4, 1, mutations=True, timeout_s=0.3)

@@ -13,7 +13,7 @@ enum RailKernelId { kRailExchange = 0, kRailCounts = 1, kRailReturn = 2 };
 struct RailControl {
   uint64_t epoch[3];
   uint32_t exits[3];
-  uint32_t reserved;
+  uint32_t told;  // 1 once this rank has passed a fault on
 };
 
 // In front of each part of a segment's routing.

@@ -82,8 +82,14 @@ __device__ inline RailTask rail_task(const RailView& view, int rail_block) {
   return {works ? lane : -1, domain, rail_channel(view.rail, works ? lane : 0, domain), number};
 }
 
-// Epochs of the rails' own kernels, as begin_launch has them for the others.
-__device__ inline void begin_rail(const RailView& view, RailKernelId kernel, Watch* watch) {
+// Whether a launch may work: after a fault what earlier ones have left is stale. All threads call
+// it and get the same answer.
+__device__ inline bool may_work(const RailView& view, Watch* watch) {
+  return __syncthreads_and(threadIdx.x != 0 || !must_leave(view.context, watch) ? 1 : 0) != 0;
+}
+
+// Epochs of the rails' own kernels, as begin_launch has them for the others; then may_work().
+__device__ inline bool begin_rail(const RailView& view, RailKernelId kernel, Watch* watch) {
   if (threadIdx.x == 0) {
     const auto* control = view.local<RailControl>(view.layout.control);
     watch->epoch = load_relaxed_sys(&control->epoch[kernel]) + 1;
@@ -92,17 +98,24 @@ __device__ inline void begin_rail(const RailView& view, RailKernelId kernel, Wat
     watch->aborted = 0;
     test_stall(view.context);
   }
-  __syncthreads();
+  return may_work(view, watch);
 }
 
-// A fault that a block has met reaches the other domains as well. All threads call it.
+// A fault that a block has met reaches all of this domain and the rail's ranks in the others; once a
+// rank, so that these posts fill no queue. All threads call it.
 template <class Net>
 __device__ void tell_rails(const RailView& view, const Net& net, const Watch& watch) {
   __syncthreads();
-  if (threadIdx.x == 0 && watch.aborted != 0) {
+  auto* control = view.local<RailControl>(view.layout.control);
+  if (threadIdx.x == 0 && watch.aborted != 0 && atomicExch(&control->told, 1u) == 0) {
+    const EpContext& context = view.context;
+    const uint64_t told = load_relaxed_sys(view.local<uint64_t>(context.window.error));
+    for (int rank = 0; rank < context.shape.ep_size; ++rank) {
+      store_relaxed_sys(view.peers.at<uint64_t>(rank, context.window.error), told);
+    }
     for (int domain = 0; domain < view.rail.num_domains; ++domain) {
       if (domain != view.me()) {
-        net.tell(domain, view.context.window.error);
+        net.tell(domain, context.window.error);
       }
     }
   }

@@ -178,13 +178,14 @@ __device__ void rail_dispatch_block(const EpRailDispatchArgs& args, int block, c
   const RoleClock clock(view, kRolesOfDispatch, block);
   begin_launch(context, kDispatch, watch);
   clock.begin();
-  if (block < channels) {
+  const bool works = may_work(view, watch);
+  if (works && block < channels) {
     if (mutated(context, Mutation::kRailSkipEntry)) {
       test_stall(context);  // so that the next records find these unread
     }
     RailRows<Net> rows(args, view, net, clock, watch);
     dispatch_channel(args.domain, &rows, block, stages, shared);
-  } else if (block < channels + args.rail.num_blocks) {
+  } else if (works && block < channels + args.rail.num_blocks) {
     if (block == channels && threadIdx.x == 0) {
       signal_entry(view, net, rail_signal_dispatch_entry(view.layout));
     }

@@ -158,7 +158,7 @@ __device__ void rail_exchange(const EpRailPlanArgs& args, int channel, int32_t* 
   const Net net(args.context, args.rail);
   const int producers = args.context.shape.num_channels;
   const int blocks = producers + (Net::kNeedsWorker ? 1 : 0);
-  begin_rail(view, kRailExchange, watch);
+  const bool works = begin_rail(view, kRailExchange, watch);
   if constexpr (Net::kNeedsWorker) {
     if (channel == producers) {
       net.work(producers, *watch);
@@ -167,9 +167,11 @@ __device__ void rail_exchange(const EpRailPlanArgs& args, int channel, int32_t* 
     }
   }
   const ExchangeBlock block(args, channel, watch);
-  pack_part(block, &bad_slot);
-  if (threadIdx.x < 32) {
-    exchange_parts(block, net);
+  if (works) {
+    pack_part(block, &bad_slot);
+    if (threadIdx.x < 32) {
+      exchange_parts(block, net);
+    }
   }
   __syncthreads();
   for (int segment = 0; segment < args.rail.num_domains && watch->aborted == 0; ++segment) {
@@ -451,9 +453,11 @@ template <class Net>
 __device__ void rail_counts(const EpRailPlanArgs& args, int channel, uint32_t* shared,
                             Watch* watch) {
   const CountsBlock block(args, channel, shared, watch);
-  begin_rail(block.view, kRailCounts, watch);
-  push_segments(block);
-  if (wait_for_counts(block)) {
+  const bool works = begin_rail(block.view, kRailCounts, watch);
+  if (works) {
+    push_segments(block);
+  }
+  if (works && wait_for_counts(block)) {
     find_rows(block);
     write_shifts(block);
     copy_all_counts(block);

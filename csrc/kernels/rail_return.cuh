@@ -205,9 +205,9 @@ __device__ void rail_return_block(const EpRailReturnArgs& args, int block, Watch
   const int adding = context.shape.num_channels;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const RoleClock clock(view, kRolesOfReturn, block);
-  begin_rail(view, kRailReturn, watch);
+  const bool works = begin_rail(view, kRailReturn, watch);
   clock.begin();
-  if (block < putting) {
+  if (works && block < putting) {
     if (block == 0 && threadIdx.x == 0) {
       signal_entry(view, net, rail_signal_return_entry(view.layout));
     }
@@ -215,7 +215,7 @@ __device__ void rail_return_block(const EpRailReturnArgs& args, int block, Watch
     if (task.lane >= 0) {
       return_sums(args, view, net, task, clock, watch);
     }
-  } else if (block < putting + adding) {
+  } else if (works && block < putting + adding) {
     if (mutated(context, Mutation::kReturnSkipEntry)) {
       test_stall(context);  // so that the next sums find these unread
     }
