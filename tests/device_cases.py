@@ -193,6 +193,7 @@ def rounds_differ(process_group: dist.ProcessGroup, case: Case, rounds: int = 1)
             want = run_once(reference, given)
             with poisoned_memory():
                 got = run_once(device, given)
+            torch.cuda.synchronize()  # a copy behind a kernel that waits would hold up a plugin's
             found += [f"round {number}: {name}" for name in differences(got, want)]
             if int(got.plan.demand_rows) != want.plan.demand_rows:
                 found.append(f"round {number}: demand_rows")

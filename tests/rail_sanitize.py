@@ -3,6 +3,8 @@
     compute-sanitizer --tool memcheck python tests/rail_sanitize.py
 
 What must come out is computed on the CPU, so that hardly any kernel but ours has to be looked at.
+Initcheck does not see what the bulk copy engine stores, as `combine` does: memory that a kernel after
+it reads is filled with NaN first, and the comparison tells whether any of it was left.
 `--overrun` gives one call too little memory: memcheck has to tell.
 """
 
@@ -78,8 +80,8 @@ def check_tiny_round(world: RailWorld, say: Callable[[str], None], *, overrun: b
         _compare("recv_x", [rows for rows, _ in outputs], expected.recv_x)
         _compare("recv_weights", [w for _, w in outputs if w is not None], expected.recv_weights)
         say(f"dispatch {duplicate}")
-    out = [torch.empty_like(rows) for rows in work.x]
-    grads = [torch.empty_like(weights) for weights in work.topk_weights]
+    out = [torch.full_like(rows, float("nan")) for rows in work.x]
+    grads = [torch.full_like(weights, float("nan")) for weights in work.topk_weights]
     domains, returns = world.rail_combine_calls(plans, work.expert_out, out, work.row_grads, grads)
     world.launch("combine", domains)
     world.launch("rail_return", returns)
