@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck python tests/rail_sanitize.py
 
 What must come out is computed on the CPU, so that hardly any kernel but ours has to be looked at.
-Initcheck does not see what the bulk copy engine stores, as `combine` does: memory that a kernel after
-it reads is filled with NaN first, and the comparison tells whether any of it was left.
+Initcheck does not see what the bulk copy engine stores, as `combine` does: memory that a later
+kernel reads is filled with NaN first, and the comparison tells whether any of it was left.
 `--overrun` gives one call too little memory: memcheck has to tell.
 """
 
