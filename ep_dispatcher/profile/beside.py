@@ -18,36 +18,31 @@ holds as many SMs and moves nothing ("SMs held idle") shows the first alone.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ep_dispatcher.bench.kernels_one_gpu import PAIRS, Bench, Setting
 from ep_dispatcher.bench.one_gpu import load_kernels
 from ep_dispatcher.bench.one_gpu_spec import assert_same_bits
 from ep_dispatcher.bench.results import ResultLog, log_of_module, summarise_times
 from ep_dispatcher.profile.clock import overlap_of
+from ep_dispatcher.profile.products import EXPERT_ROWS, FFN_HIDDEN, HIDDEN, KINDS, Products
 from ep_dispatcher.train.progress import say
 
-RANKS, TOKENS, HIDDEN, SLOTS, EXPERTS = 4, 1024, 7168, 8, 64
-LOCAL_EXPERTS, FFN_HIDDEN = 16, 2048
-EXPERT_ROWS = RANKS * TOKENS * SLOTS // LOCAL_EXPERTS
+RANKS, TOKENS, SLOTS, EXPERTS = 4, 1024, 8, 64
 HELD_SMS = (8, 16, 32)
-MORE_LEFT_FREE = (4, 8, 16)  # beyond the held ones, that products are told to leave alone
-_PASSES = 3  # of all experts, so that products outlast communication
+MORE_LEFT_FREE = (8, 16)  # beyond the held ones, that products are told to leave alone
 _FILLED = 0.6  # of the products' time, by repeats of the communication
 _PAIR = "pair_gather"
 _WARM_UP = 2
-_HEAD_START_CYCLES = 12_000_000  # about 6 ms: longer than the host takes to queue a round
 _FIRST_CYCLES = 60_000  # about 30 us, by which communication begins before the products
 _HOLDER = """
 extern "C" __global__ void hold_sm(int microseconds) {
@@ -63,41 +58,6 @@ _HOLDER_THREADS = 32
 _HOLDER_SHARED_BYTES = 200 << 10  # no block of a product fits beside that
 
 Interval = tuple[float, float]
-
-
-class Products:
-    """The experts' products of one rank, forward: [rows, H] x [H, 2F] and [rows, F] x [F, H] each.
-
-    Args:
-        device: a GPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        """Draw rows and weights."""
-        generator = torch.Generator(device).manual_seed(7)
-
-        def draw(*sizes: int) -> Tensor:
-            return torch.randn(sizes, generator=generator, device=device, dtype=torch.bfloat16)
-
-        self._x = draw(LOCAL_EXPERTS, EXPERT_ROWS, HIDDEN)
-        self._up = draw(LOCAL_EXPERTS, HIDDEN, 2 * FFN_HIDDEN)
-        self._inner = draw(EXPERT_ROWS, FFN_HIDDEN)
-        self._down = draw(LOCAL_EXPERTS, FFN_HIDDEN, HIDDEN)
-        self._wide = torch.empty_like(self._inner).repeat(1, 2)
-        self._out = torch.empty_like(self._x)
-
-    def launches(self) -> list[Callable[[], object]]:
-        """One call a product, in order."""
-        calls: list[Callable[[], object]] = []
-        for expert in list(range(LOCAL_EXPERTS)) * _PASSES:
-            calls += [self._first(expert), self._second(expert)]
-        return calls
-
-    def _first(self, expert: int) -> Callable[[], object]:
-        return lambda: torch.mm(self._x[expert], self._up[expert], out=self._wide)
-
-    def _second(self, expert: int) -> Callable[[], object]:
-        return lambda: torch.mm(self._inner, self._down[expert], out=self._out[expert])
 
 
 @dataclass(frozen=True)
@@ -207,6 +167,7 @@ class Beside:
     ) -> None:
         """Run both once."""
         self._products = products.launches()
+        self._head_start_cycles = products.head_start_cycles
         self.calls = calls
         self._side = torch.cuda.Stream(priority=priority)
         self._round(products=True, calls=True)
@@ -227,7 +188,7 @@ class Beside:
         torch.cuda.synchronize()
         main = torch.cuda.current_stream()
         origin = torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(_HEAD_START_CYCLES)
+        torch.cuda._sleep(self._head_start_cycles)
         origin.record(main)
         call_events: list[torch.cuda.Event] = []
         product_events: list[torch.cuda.Event] = []
@@ -291,16 +252,6 @@ def _intervals(origin: torch.cuda.Event, events: Sequence[torch.cuda.Event]) -> 
     return list(itertools.pairwise(times))
 
 
-@contextlib.contextmanager
-def left_free(num_sms: int) -> Iterator[None]:
-    """Products launched inside use all SMs but these; 0 leaves them alone."""
-    torch._C._set_sm_carveout_experimental(num_sms or None)
-    try:
-        yield
-    finally:
-        torch._C._set_sm_carveout_experimental(None)
-
-
 @dataclass(frozen=True)
 class Variant:
     """How products and communication share the GPU.
@@ -339,10 +290,8 @@ def variants_of(held_sms: int) -> list[Variant]:
     ]
 
 
-def measure(log: ResultLog | None, kernels: object, rounds: int) -> None:
+def measure(products: Products, log: ResultLog | None, kernels: object, rounds: int) -> None:
     """Time all variants and record one line each."""
-    torch.backends.cuda.preferred_blas_library("cublaslt")  # the one that can be told
-    products = Products(torch.device("cuda"))
     lasted_us = {}
     for held_sms in HELD_SMS:
         lasted_us[held_sms] = _measure_communication(products, held_sms, log, kernels, rounds)
@@ -351,7 +300,7 @@ def measure(log: ResultLog | None, kernels: object, rounds: int) -> None:
         idle = [holder(held_sms, us)]
         for variant in variants_of(held_sms):
             if variant.idle:
-                _measure_variant(variant, Beside(products, idle), log, rounds)
+                _measure_variant(variant, products, Beside(products, idle), log, rounds)
 
 
 def _measure_communication(
@@ -372,23 +321,25 @@ def _measure_communication(
     for variant in variants_of(held_sms):
         if not variant.idle:
             beside = Beside(products, pair.calls, variant.priority)
-            _measure_variant(variant, beside, log, rounds)
+            _measure_variant(variant, products, beside, log, rounds)
             check(bench)
     lasted_ms = [each.wall_ms for each in pair.rounds(rounds, products=False, calls=True)]
     return int(1e3 * statistics.median(lasted_ms))
 
 
-def _measure_variant(variant: Variant, beside: Beside, log: ResultLog | None, rounds: int) -> None:
+def _measure_variant(
+    variant: Variant, products: Products, beside: Beside, log: ResultLog | None, rounds: int
+) -> None:
     """Products are compared with those that may use the whole GPU."""
-    products = beside.rounds(rounds, products=True, calls=False)
+    alone = beside.rounds(rounds, products=True, calls=False)
     calls = beside.rounds(rounds, products=False, calls=True)
-    with left_free(variant.left_free_sms):
+    with products.left_free(variant.left_free_sms):
         told = beside.rounds(rounds, products=True, calls=False)
         both = beside.rounds(rounds, products=True, calls=True)
-    found = evaluate(products, calls, both)
+    found = evaluate(alone, calls, both)
     alone_us, told_us, calls_us = (
         round(1e3 * statistics.median(each.wall_ms for each in timelines), 1)
-        for timelines in (products, told, calls)
+        for timelines in (alone, told, calls)
     )
     times = summarise_times([1e3 * each.wall_ms for each in both])
     slow_down = found.gemm_slow_down
@@ -409,7 +360,7 @@ def _measure_variant(variant: Variant, beside: Beside, log: ResultLog | None, ro
         variant=variant.name,
         phase="hold" if variant.idle else _PAIR,
         layout="expert_major",
-        experts="cuBLASLt, forward",
+        experts=products.name,
         ranks=RANKS,
         domains=1,
         num_sms=variant.held_sms // RANKS,
@@ -443,9 +394,11 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ep_dispatcher.profile.beside", description=__doc__)
     parser.add_argument("--out", type=Path, default=None, help="JSON lines file to append to")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--experts", choices=list(KINDS), default="cublaslt")
     args = parser.parse_args(words)
     log = log_of_module(args.out, "ep_dispatcher.profile.beside", words)
-    measure(log, load_kernels(), args.rounds)
+    products = KINDS[args.experts](torch.device("cuda"))
+    measure(products, log, load_kernels(), args.rounds)
     return 0
 
 
