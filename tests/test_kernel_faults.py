@@ -164,12 +164,12 @@ def test_route_needs_its_grid_barrier(mutation: int) -> None:
 
 @pytest.mark.parametrize("mutation", [16, 15])
 def test_dispatch_needs_its_stages_to_be_read_before_they_are_loaded(mutation: int) -> None:
-    """Claim O4 of dispatch: both write into a stage before its load, 15 without the wait.
+    """Claim O4 of dispatch: a stage is written as soon as its stores are issued.
 
-    One long store a token: with several, the queue of the copy engine holds the warp back until
-    those of the token before have been read.
+    16 waits until they have read it, 15 does not. Eight long stores a token: the last of them
+    is read after seven others, and the end of the stage, where the test writes, after the rest.
     """
-    world = _warm_world(hidden=3584, num_topk=1, max_tokens=512, num_channels=1)
+    world = _warm_world(hidden=3584, num_topk=8, max_tokens=256, num_channels=1)
     work = new_round(world, "uniform")
     plans = route(world, work)
     _mutate(world, mutation)

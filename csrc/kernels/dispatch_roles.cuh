@@ -18,7 +18,8 @@ __device__ inline void announce(const EpDispatchArgs& args, const DispatchShared
   }
 }
 
-// Waits until every peer has entered; notes where its rows start.
+// Waits until every peer has entered; notes where its rows start. The whole block calls, at one
+// place: there is a barrier of the block in it.
 __device__ inline bool wait_for_entry(const EpDispatchArgs& args, int channel,
                                       DispatchShared* shared) {
   const EpContext& context = args.context;
@@ -224,23 +225,37 @@ __device__ inline void publish_progress(const Sender& sender, int item) {
   }
 }
 
-// Before the stage of `item` is loaded: all stores that read it must have done so.
-__device__ inline void free_stage(const Sender& sender, int item) {
+// Before the stage of the item before the current one is loaded: all stores that read it must have
+// done so. The engine reads a stage some time after the store was issued, the later the more stores
+// are under way; that it has usually done so by now is no promise.
+__device__ inline void free_stage(const Sender& sender) {
   if (!mutated(sender.context, Mutation::kDispatchReuseStage)) {
     bulk_wait_read<1>();  // O4
   }
   __syncwarp();
-  // The copy engine takes its orders in turn, so a load would not show that a store still reads:
-  // an ordinary store does.
-  if (mutated(sender.context, Mutation::kDispatchReuseStage) ||
-      mutated(sender.context, Mutation::kDispatchScribble)) {
-    auto* words = reinterpret_cast<uint4*>(sender.stage_of(item));
-    for (int word = sender.lane; word < sender.shape.segment_bytes / 16; word += 32) {
-      words[word] = make_uint4(0, 0, 0, 0);
-    }
-    fence_proxy_async_shared();
-    __syncwarp();
+}
+
+// For tests, the nearest that a reuse can come: the stage of `item` is written as soon as its
+// stores are issued, at its end, which they read last; kDispatchScribble keeps O4 and waits before.
+__device__ inline void reuse_at_once([[maybe_unused]] const Sender& sender,
+                                     [[maybe_unused]] int item) {
+#ifdef EP_TEST_MUTATIONS
+  const bool waits = mutated(sender.context, Mutation::kDispatchScribble);
+  if (!waits && !mutated(sender.context, Mutation::kDispatchReuseStage)) {
+    return;
   }
+  if (waits) {
+    bulk_wait_read<0>();  // O4
+  }
+  __syncwarp();
+  const int words = static_cast<int>(sender.segment_bytes(item) / 16);
+  auto* last = reinterpret_cast<uint4*>(sender.stage_of(item)) + max_of(0, words - 32);
+  if (sender.lane < words) {
+    last[sender.lane] = make_uint4(0, 0, 0, 0);
+  }
+  fence_proxy_async_shared();
+  __syncwarp();
+#endif
 }
 
 template <class Rows>
@@ -267,11 +282,12 @@ __device__ inline void send_rows(const Sender& sender, Rows* rows) {
       store_copy(sender, item, read_target(sender, rows, token, slot));
     }
     bulk_commit();
+    reuse_at_once(sender, item);
     if (sender.shape.duplicators > 0) {
       publish_progress(sender, item);
     }
     if (item + kLookahead < sender.num_items) {
-      free_stage(sender, item + kLookahead);
+      free_stage(sender);
       load_item(sender, rows, item + kLookahead);
     }
   }
@@ -289,6 +305,19 @@ __device__ inline void wait_for_rows(const Sender& sender) {
                    word % sender.shape.warps;
     wait_until(context, &sender.shared->watch, done + at, expected,  // O2
                {source, EP_PHASE_DISPATCH_ROWS, sender.channel});
+  }
+}
+
+// What a sending warp does before peers have entered.
+template <class Rows>
+__device__ inline void prepare(const Sender& sender, Rows* rows) {
+  if (sender.lane < kStagesPerWarp) {
+    mbarrier_init(sender.full + sender.lane, 1);
+    fence_mbarrier_init();
+  }
+  zero_unused_rows(sender);
+  if (!Rows::kMayWait) {
+    start_loads(sender, rows);
   }
 }
 
@@ -333,21 +362,15 @@ __device__ inline void dispatch_channel(const EpDispatchArgs& args, Rows* rows, 
   if (channel == 0) {
     announce(args, *shared);
   }
-  if (duplicator >= 0) {
-    Duplicator copier(args, channel, duplicator, stages, shared);
-    if (wait_for_entry(args, channel, shared)) {
-      copier.run();
-    }
-  } else {
-    if (sender.lane < kStagesPerWarp) {
-      mbarrier_init(sender.full + sender.lane, 1);
-      fence_mbarrier_init();
-    }
-    zero_unused_rows(sender);
-    if (!Rows::kMayWait) {
-      start_loads(sender, rows);
-    }
-    send(args, sender, rows, wait_for_entry(args, channel, shared));
+  if (duplicator < 0) {
+    prepare(sender, rows);
+  }
+  // Once for all warps: the barrier in it is the block's.
+  const bool entered = wait_for_entry(args, channel, shared);
+  if (duplicator < 0) {
+    send(args, sender, rows, entered);
+  } else if (entered) {
+    Duplicator(args, channel, duplicator, stages, shared).run();
   }
 }
 

@@ -17,7 +17,7 @@ enum class Mutation : int32_t {
   kDispatchSkipEntry = 13,   // dispatch O3
   kDuplicateSkipWait = 14,   // dispatch O5
   kDispatchReuseStage = 15,  // dispatch O4
-  kDispatchScribble = 16,    // keeps O4, and shows that a stage may be written then
+  kDispatchScribble = 16,    // keeps O4, and shows that the stage may be written then
   kCombineFlagFirst = 21,    // combine O1
   kCombineSkipPartial = 22,  // combine O2
   kCombineSkipCredit = 23,   // combine O3
