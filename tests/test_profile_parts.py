@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ep_dispatcher.profile.parity import SPLIT, SplitCorpus, config_of
 from ep_dispatcher.profile.parity import main as parity_main
 from ep_dispatcher.profile.picture import last_layer
 from ep_dispatcher.profile.picture import main as picture
+from ep_dispatcher.profile.products import GroupedProducts
 from ep_dispatcher.profile.trace import Trace, summarise
 from ep_dispatcher.train.config import load_config
 from ep_dispatcher.train.data import BatchKey, Corpus
@@ -214,6 +216,22 @@ def test_variants_have_names_of_their_own() -> None:
     assert {each.left_free_sms for each in variants if not each.idle} == {0, 16, 24, 32}
     assert {each.left_free_sms for each in variants if each.idle} == {0, 16, 24, 32}
     assert [each.name for each in variants if each.priority == 0] == ["beside, equal priority"]
+
+
+def test_grouped_products_are_told_by_the_environment_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the user has set is there again afterwards; 0 changes nothing."""
+    products = object.__new__(GroupedProducts)  # needs no GPU for this
+    monkeypatch.delenv("NVTE_EXT_MARGIN_SM", raising=False)
+    with products.left_free(24):
+        assert os.environ["NVTE_EXT_MARGIN_SM"] == "24"
+    assert "NVTE_EXT_MARGIN_SM" not in os.environ
+    monkeypatch.setenv("NVTE_EXT_MARGIN_SM", "3")
+    for told, seen in ((24, "24"), (0, "3")):
+        with products.left_free(told):
+            assert os.environ["NVTE_EXT_MARGIN_SM"] == seen
+        assert os.environ["NVTE_EXT_MARGIN_SM"] == "3"
 
 
 def test_split_micro_batches_are_halves_of_the_others() -> None:

@@ -123,14 +123,15 @@ class GroupedProducts:
     @contextlib.contextmanager
     def left_free(self, num_sms: int) -> Iterator[None]:
         """See `Products.left_free`."""
-        if not num_sms:
-            yield
-            return
-        os.environ[_MARGIN] = str(num_sms)
+        before = os.environ.get(_MARGIN)
+        if num_sms:
+            os.environ[_MARGIN] = str(num_sms)
         try:
             yield
         finally:
-            del os.environ[_MARGIN]
+            os.environ.pop(_MARGIN, None)
+            if before is not None:
+                os.environ[_MARGIN] = before
 
     @torch.no_grad()
     def _run(self, linear: Any, rows: Tensor) -> object:  # noqa: ANN401
