@@ -74,11 +74,17 @@ def rail_dispatch(
     streams: bool = False,
     duplicate: int = 0,
     weights: bool = True,
+    sent: bool = False,
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Run dispatch into poisoned rows that start elsewhere on every rank."""
+    """Run dispatch into poisoned rows that start elsewhere on every rank.
+
+    `sent`: `rail_send` has been launched for it.
+    """
     outputs = world.new_outputs(work.rows, weights=weights, shift_bytes=512)
     topk_weights = work.topk_weights if weights else None
-    calls = world.rail_dispatch_calls(plans, work.x, topk_weights, outputs, duplicate)
+    calls = world.rail_dispatch_calls(
+        plans, work.x, topk_weights, outputs, duplicate=duplicate, sent=sent
+    )
     world.launch("rail_dispatch", calls, streams=streams)
     return outputs
 

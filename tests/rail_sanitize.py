@@ -74,7 +74,13 @@ def check_tiny_round(world: RailWorld, say: Callable[[str], None], *, overrun: b
     say("plan")
     for duplicate in (0, 1):
         outputs = world.new_outputs(work.rows, weights=True)
-        dispatches = world.rail_dispatch_calls(plans, work.x, work.topk_weights, outputs, duplicate)
+        dispatches = world.rail_dispatch_calls(
+            plans, work.x, work.topk_weights, outputs, duplicate=duplicate, sent=duplicate == 0
+        )
+        if duplicate == 0:
+            world.launch(
+                "rail_send", world.rail_send_calls(work.topk_idx, work.x, work.topk_weights)
+            )
         world.launch("rail_dispatch", dispatches)
         no_faults(world)
         _compare("recv_x", [rows for rows, _ in outputs], expected.recv_x)

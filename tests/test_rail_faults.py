@@ -38,6 +38,8 @@ def _calls(world: RailWorld, work: Round, plans: list[RailPlan], name: str) -> l
     """Arguments of one of the rails' kernels."""
     if name in ("rail_exchange", "rail_counts"):
         return world.rail_plan_calls(plans, work.topk_idx)
+    if name == "rail_send":
+        return world.rail_send_calls(work.topk_idx, work.x, work.topk_weights)
     if name == "rail_dispatch":
         outputs = world.new_outputs(work.rows, weights=True)
         return world.rail_dispatch_calls(plans, work.x, work.topk_weights, outputs)
@@ -48,7 +50,9 @@ def _calls(world: RailWorld, work: Round, plans: list[RailPlan], name: str) -> l
 
 
 @pytest.mark.parametrize("net", ["loop", "chaos"])
-@pytest.mark.parametrize("name", ["rail_exchange", "rail_counts", "rail_dispatch", "rail_return"])
+@pytest.mark.parametrize(
+    "name", ["rail_exchange", "rail_counts", "rail_send", "rail_dispatch", "rail_return"]
+)
 def test_a_rank_that_never_calls_is_named(name: str, net: str) -> None:
     world = new_rail_world(2, 2, timeout_s=0.3, net=net)
     work = new_rail_round(world, "uniform")
@@ -87,6 +91,7 @@ def test_launches_after_a_fault_leave_at_once_and_write_nothing(net: str) -> Non
     start = time.monotonic()
     for name, calls in (
         ("rail_counts", planning),
+        ("rail_send", world.rail_send_calls(work.topk_idx, work.x, work.topk_weights)),
         ("rail_dispatch", dispatches),
         ("rail_return", returns),
     ):

@@ -159,6 +159,7 @@ def _small_bench(net: str, kernels: str) -> RailBench:
 CALLS = [  # their kernels; the return adds to what its combine stored, so it is no call of its own
     ("plan_exchange", "plan_counts", "plan_route"),
     ("dispatch",),
+    ("dispatch_send", "dispatch_forward"),  # a send is good for one dispatch
     ("combine_domain", "combine_return"),
 ]
 
@@ -178,6 +179,8 @@ def test_each_call_may_be_repeated_before_the_next_one(net: str) -> None:
             for power in range(9, 21)
             for _ in range(4)
         ]
+    bench.compare_rows()
+    bench.compare_sums()
     bench.check()
     no_faults(bench.world)
 

@@ -1,4 +1,5 @@
-// The C ABI of the rails: checks arguments, then launches. No exception leaves it.
+// The C ABI of the rails: checks arguments, then launches. No exception leaves
+// it.
 #include "api/ep_rail.h"
 
 #include <string>
@@ -64,6 +65,20 @@ void check_call(Checker* check, const EpRailPlanArgs& args) {
   check->range("capacity_rows", args.capacity_rows, -1, INT32_MAX);
 }
 
+void check_rows(Checker* check, const EpContext& context, const void* x, int64_t num_tokens,
+                int64_t row_bytes) {
+  check->pointer("x", x, num_tokens > 0, kRowAlignment);
+  check->range("row_bytes", row_bytes, 16, context.shape.partial_bytes);
+  check->multiple("row_bytes", row_bytes, 16);
+}
+
+void check_call(Checker* check, const EpRailSendArgs& args) {
+  check_rail(check, args.context, args.rail);
+  check_tokens(check, args.rail, args.num_tokens, args.num_topk, args.context.shape.num_topk);
+  check_rows(check, args.context, args.x, args.num_tokens, args.row_bytes);
+  check->pointer("topk_idx", args.topk_idx, args.num_tokens > 0);
+}
+
 void check_call(Checker* check, const EpRailDispatchArgs& args) {
   const EpDispatchArgs& domain = args.domain;
   check_rail(check, domain.context, args.rail);
@@ -71,14 +86,12 @@ void check_call(Checker* check, const EpRailDispatchArgs& args) {
                domain.context.shape.num_topk);
   check->range("plan.num_tokens", domain.plan.num_tokens, domain.context.shape.max_tokens,
                domain.context.shape.max_tokens);
-  const bool tokens = args.num_tokens > 0;
-  check->pointer("x", domain.x, tokens, kRowAlignment);
-  check->pointer("dst_rank", args.dst_rank, tokens);
-  check->range("row_bytes", domain.row_bytes, 16, domain.context.shape.partial_bytes);
-  check->multiple("row_bytes", domain.row_bytes, 16);
+  check_rows(check, domain.context, domain.x, args.num_tokens, domain.row_bytes);
+  check->pointer("dst_rank", args.dst_rank, args.num_tokens > 0);
   check->range("recv_rows", domain.recv_rows, 0, INT32_MAX);
   check->multiple("recv_x_offset", domain.recv_x_offset, 16);
   check->range("duplicate", domain.duplicate, 0, 1);
+  check->range("sent", args.sent, 0, 1);
 }
 
 void check_call(Checker* check, const EpRailReturnArgs& args) {
@@ -117,7 +130,9 @@ EpStatus run(const Args* ranks, int num_ranks, void* stream,
     return note_launch(launch(ranks, num_ranks, on));
   }
   if (num_ranks != 1 || launch_gin == nullptr) {
-    return refuse("net is EP_NET_GIN; it takes one rank a launch and a library built with NCCL");
+    return refuse(
+        "net is EP_NET_GIN; it takes one rank a launch and a library "
+        "built with NCCL");
   }
   return note_launch(launch_gin(ranks, on));
 }
@@ -157,6 +172,10 @@ EpStatus ep_rail_counts(const EpRailPlanArgs* args, void* stream) {
   return ep::run(args, 1, stream, &ep::launch_rail_counts, &ep::launch_rail_counts_gin);
 }
 
+EpStatus ep_rail_send(const EpRailSendArgs* args, void* stream) {
+  return ep::run(args, 1, stream, &ep::launch_rail_send, &ep::launch_rail_send_gin);
+}
+
 EpStatus ep_rail_dispatch(const EpRailDispatchArgs* args, void* stream) {
   return ep::run(args, 1, stream, &ep::launch_rail_dispatch, &ep::launch_rail_dispatch_gin);
 }
@@ -172,6 +191,10 @@ EpStatus ep_rail_exchange_world(const EpRailPlanArgs* ranks, int32_t num_ranks, 
 
 EpStatus ep_rail_counts_world(const EpRailPlanArgs* ranks, int32_t num_ranks, void* stream) {
   return ep::run(ranks, num_ranks, stream, &ep::launch_rail_counts, &ep::launch_rail_counts_gin);
+}
+
+EpStatus ep_rail_send_world(const EpRailSendArgs* ranks, int32_t num_ranks, void* stream) {
+  return ep::run(ranks, num_ranks, stream, &ep::launch_rail_send, &ep::launch_rail_send_gin);
 }
 
 EpStatus ep_rail_dispatch_world(const EpRailDispatchArgs* ranks, int32_t num_ranks, void* stream) {

@@ -75,7 +75,7 @@ void bind_rail_types(py::module_& module) {
 
 // Arguments of a call that has those of its domain in front.
 template <class Args, class Domain>
-void bind_args(py::module_& module, const char* name) {
+py::class_<Args> bind_args(py::module_& module, const char* name) {
   py::class_<Args> type(module, name, py::module_local());
   type.def(py::init([](const Domain& domain, const EpRail& rail, int64_t num_tokens,
                        uintptr_t dst_rank) {
@@ -89,6 +89,24 @@ void bind_args(py::module_& module, const char* name) {
            py::arg("domain"), py::arg("rail"), py::arg("num_tokens"), py::arg("dst_rank"))
       .def_readwrite("domain", &Args::domain)
       .def_readwrite("rail", &Args::rail);
+  return type;
+}
+
+void bind_send(py::module_& module) {
+  py::class_<EpRailSendArgs> send(module, "RailSendArgs", py::module_local());
+  send.def(py::init([](const EpContext& context, const EpRail& rail) {
+             EpRailSendArgs args{};
+             args.context = context;
+             args.rail = rail;
+             return args;
+           }),
+           py::arg("context"), py::arg("rail"))
+      .def_readwrite("num_tokens", &EpRailSendArgs::num_tokens)
+      .def_readwrite("row_bytes", &EpRailSendArgs::row_bytes)
+      .def_readwrite("num_topk", &EpRailSendArgs::num_topk);
+  pointer(send, "topk_idx", &EpRailSendArgs::topk_idx);
+  pointer(send, "x", &EpRailSendArgs::x);
+  pointer(send, "topk_weights", &EpRailSendArgs::topk_weights);
 }
 
 void bind_rail_calls(py::module_& module) {
@@ -110,10 +128,13 @@ void bind_rail_calls(py::module_& module) {
   pointer(plan, "dst_rank", &EpRailPlanArgs::dst_rank);
   pointer(plan, "dst_row", &EpRailPlanArgs::dst_row);
   pointer(plan, "counts", &EpRailPlanArgs::counts);
-  bind_args<EpRailDispatchArgs, EpDispatchArgs>(module, "RailDispatchArgs");
+  bind_send(module);
+  bind_args<EpRailDispatchArgs, EpDispatchArgs>(module, "RailDispatchArgs")
+      .def_readwrite("sent", &EpRailDispatchArgs::sent);
   bind_args<EpRailReturnArgs, EpCombineArgs>(module, "RailReturnArgs");
   bind_call<EpRailPlanArgs>(module, "rail_exchange", &ep_rail_exchange, &ep_rail_exchange_world);
   bind_call<EpRailPlanArgs>(module, "rail_counts", &ep_rail_counts, &ep_rail_counts_world);
+  bind_call<EpRailSendArgs>(module, "rail_send", &ep_rail_send, &ep_rail_send_world);
   bind_call<EpRailDispatchArgs>(module, "rail_dispatch", &ep_rail_dispatch,
                                 &ep_rail_dispatch_world);
   bind_call<EpRailReturnArgs>(module, "rail_return", &ep_rail_return, &ep_rail_return_world);

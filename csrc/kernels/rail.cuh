@@ -4,7 +4,7 @@
 //             R1 record: stores into staging -> __syncwarp -> put -> signal of its chunk.
 //             R2 signal (acquire) -> async-proxy fence -> bulk load of the record.
 //             R3 a landing slot is written in epoch e after its owner was seen to enter that
-//                epoch's dispatch: its earlier kernels, the readers, have ended.
+//                epoch's dispatch, or its send: its earlier kernels, the readers, have ended.
 //             R4 likewise a slot of `partials`, and the entry into the return of epoch e.
 //             R5 a lane's staging slots are filled again once all puts that read them are sent:
 //                puts of a channel finish in any order, and a counter tells how many, not which.

@@ -1,17 +1,17 @@
-// dispatch over several domains: rows reach a domain once, and are stored from there.
+// dispatch over several domains: rows reach a domain once, and are stored from
+// there.
 //
-// Data flow   send:    x[token], its weights --> staging --put--> landing slot of (own domain,
-//                      token) at the same-index rank of each domain that the token goes to; a
-//                      signal for every EP_RAIL_CHUNK_TOKENS tokens.
-//             forward: the dispatch of dispatch.cu over virtual tokens, whose rows lie in x or in
+// Data flow   send:    rail_send.cuh; left out where a launch of its own has
+// sent already.
+//             forward: the dispatch of dispatch.cu over virtual tokens, whose
+//             rows lie in x or in
 //                      landing slots, after the signal of their chunk.
-// Grid        blocks [0, C) forward, [C, C + R) send; with ChaosNet one more carries out its puts.
-//             A putting warp serves one domain, and its lane's chunks there.
-// Ordering, progress: rail.cuh.
+// Grid        blocks [0, C) forward, [C, C + R) send; with ChaosNet one more
+// carries out its puts. Ordering, progress: rail.cuh.
 #pragma once
 
 #include "kernels/dispatch_roles.cuh"
-#include "kernels/rail.cuh"
+#include "kernels/rail_send.cuh"
 
 namespace ep {
 
@@ -25,8 +25,8 @@ class RailRows {
                       const RoleClock& clock, Watch* watch)
       : args_(args), view_(view), net_(net), clock_(clock), watch_(watch) {}
 
-  // Lane 0 gets the row once it is there; nullptr where the token goes to no rank of this domain,
-  // or the block has to leave.
+  // Lane 0 gets the row once it is there; nullptr where the token goes to no
+  // rank of this domain, or the block has to leave.
   __device__ const char* row(const Sender& sender, int64_t token) {
     const int32_t* ranks = args_.domain.plan.dst_rank + token * sender.num_topk;
     bool wanted = false;
@@ -98,74 +98,12 @@ class RailRows {
   int known_ = -1;  // chunk that was last seen to be there, counted over segments
 };
 
-// Assembles a token's record. A whole warp calls.
-__device__ inline void fill_record(const EpRailDispatchArgs& args, char* record, int64_t token) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int num_topk = args.domain.plan.num_topk;
-  copy_as_warp(record, static_cast<const char*>(args.domain.x) + token * args.domain.row_bytes,
-               args.domain.row_bytes);
-  auto* weights = reinterpret_cast<float*>(record + args.domain.row_bytes);
-  for (int slot = lane; args.domain.topk_weights != nullptr && slot < num_topk; slot += 32) {
-    weights[slot] = __ldg(args.domain.topk_weights + token * num_topk + slot);
-  }
-  __syncwarp();  // R1
-}
-
-// One putting warp: its lane's chunks of own tokens that go to its domain.
+// Blocks of a launch beside the forwarding ones: they put, and carry out what
+// others put.
 template <class Net>
-__device__ void send_records(const EpRailDispatchArgs& args, const RailView& view, const Net& net,
-                             const RailTask& task, const RoleClock& clock, Watch* watch) {
-  const int num_topk = args.domain.plan.num_topk;
-  const int64_t bytes =
-      args.domain.row_bytes + (args.domain.topk_weights == nullptr ? 0 : 4 * num_topk);
-  const int64_t staging =
-      view.layout.staging + int64_t{task.number} * EP_RAIL_STAGES * view.layout.slot_bytes;
-  const bool acts = threadIdx.x % 32 == 0;
-  const bool first = mutated(view.context, Mutation::kRailSignalFirst);
-  PutCounter<Net> puts(view, net, watch, task.channel);
-  int stage = 0;
-  uint64_t start = RoleClock::now();
-  if (!mutated(view.context, Mutation::kRailSkipEntry) &&
-      !wait_for_entry_of(view, net, watch, task.domain, rail_signal_dispatch_entry(view.layout))) {
-    return;
-  }
-  clock.add(kRoleWaits, start);
-  for (int chunk = task.lane; chunk < view.num_chunks(); chunk += view.layout.lanes) {
-    if (first && acts) {
-      net.signal(task.domain, rail_signal_rows(task.lane), task.channel);
-      test_stall(view.context);
-    }
-    const int64_t first_token = int64_t{chunk} * EP_RAIL_CHUNK_TOKENS;
-    const int64_t end = min_of(first_token + EP_RAIL_CHUNK_TOKENS, args.num_tokens);
-    for (int64_t token = first_token; token < end; ++token) {
-      if ((view.domains_of(args.dst_rank + token * num_topk, num_topk) >> task.domain & 1u) == 0) {
-        continue;
-      }
-      const int64_t source = staging + stage * view.layout.slot_bytes;
-      start = RoleClock::now();
-      if (stage == 0 && !mutated(view.context, Mutation::kRailReuseStage) &&
-          !puts.wait_until_unsent(0)) {  // R5
-        return;
-      }
-      const uint64_t filling = RoleClock::now();
-      fill_record(args, view.local<char>(source), token);
-      const uint64_t putting = RoleClock::now();
-      net.put(task.domain, view.slot(view.layout.landing, rail_area(task.domain, view.me()), token),
-              source, bytes, task.channel);
-      puts.add();
-      clock.add_record(puts, start, filling, putting);
-      stage = (stage + 1) % EP_RAIL_STAGES;
-    }
-    if (!first && acts) {
-      net.signal(task.domain, rail_signal_rows(task.lane), task.channel);  // R1
-    }
-    __syncwarp();
-  }
-  puts.finish();
+EP_HOST_DEVICE constexpr int rail_blocks_of(const EpRailDispatchArgs& args) {
+  return args.sent != 0 ? 0 : args.rail.num_blocks + (Net::kNeedsWorker ? 1 : 0);
 }
-
-template <class Net>
-constexpr int kWorkerBlocks = Net::kNeedsWorker ? 1 : 0;
 
 template <class Net>
 __device__ void rail_dispatch_block(const EpRailDispatchArgs& args, int block, char* stages,
@@ -174,6 +112,7 @@ __device__ void rail_dispatch_block(const EpRailDispatchArgs& args, int block, c
   const RailView view(context, args.rail);
   const Net net(context, args.rail);
   const int channels = context.shape.num_channels;
+  const int putting = args.rail.num_blocks;
   Watch* watch = &shared->watch;
   const RoleClock clock(view, kRolesOfDispatch, block);
   begin_launch(context, kDispatch, watch);
@@ -185,27 +124,27 @@ __device__ void rail_dispatch_block(const EpRailDispatchArgs& args, int block, c
     }
     RailRows<Net> rows(args, view, net, clock, watch);
     dispatch_channel(args.domain, &rows, block, stages, shared);
-  } else if (works && block < channels + args.rail.num_blocks) {
-    if (block == channels && threadIdx.x == 0) {
-      signal_entry(view, net, rail_signal_dispatch_entry(view.layout));
-    }
-    const RailTask task = rail_task(view, block - channels);
-    if (task.lane >= 0) {
-      send_records(args, view, net, task, clock, watch);
-    }
+  } else if (works && block < channels + putting) {
+    const RecordSource from = records_of(args);
+    const auto* control = view.local<RailControl>(view.layout.control);
+    const bool in_turn = load_relaxed_sys(&control->epoch[kRailSend]) + 1 == watch->epoch;
+    send_block(from, view, net, block - channels, in_turn, clock, watch);
   }
   tell_rails(view, net, *watch);
   if (threadIdx.x == 0) {
     clock.end();
   }
+  if (block >= channels && block < channels + putting) {
+    end_rail(view, kRailSend, *watch, putting);
+  }
   if constexpr (Net::kNeedsWorker) {
-    if (block == channels + args.rail.num_blocks) {
-      net.work(args.rail.num_blocks, *watch);
+    if (block == channels + putting) {
+      net.work(putting, *watch);
     } else if (block >= channels && threadIdx.x == 0) {
       net.finish();
     }
   }
-  end_launch(context, kDispatch, *watch, args.rail.num_blocks + kWorkerBlocks<Net>);
+  end_launch(context, kDispatch, *watch, rail_blocks_of<Net>(args));
 }
 
 template <class Net, int kRanks>
@@ -214,8 +153,7 @@ __global__ void __launch_bounds__(32 * (EP_SEND_WARPS + kDuplicateWarps), 1)
   extern __shared__ __align__(128) char stages[];
   __shared__ DispatchShared shared;
   const EpRailDispatchArgs& any = world.rank[0];
-  const int blocks =
-      any.domain.context.shape.num_channels + any.rail.num_blocks + kWorkerBlocks<Net>;
+  const int blocks = any.domain.context.shape.num_channels + rail_blocks_of<Net>(any);
   rail_dispatch_block<Net>(world.rank[rank_of_block<kRanks>(blocks)],
                            static_cast<int>(blockIdx.x) % blocks, stages, &shared);
 }
@@ -226,8 +164,7 @@ cudaError_t launch_rail_dispatch_on(const EpRailDispatchArgs* ranks, int num_ran
   const EpRailDispatchArgs& any = ranks[0];
   const SendShape shape = send_shape(any.domain.row_bytes, any.domain.duplicate);
   const LaunchShape launch = {32 * (shape.warps + shape.duplicators), dispatch_shared_bytes(shape)};
-  const int blocks =
-      any.domain.context.shape.num_channels + any.rail.num_blocks + kWorkerBlocks<Net>;
+  const int blocks = any.domain.context.shape.num_channels + rail_blocks_of<Net>(any);
   return num_ranks == 1 ? launch_rail<EpRailDispatchArgs, 1>(rail_dispatch_kernel<Net, 1>, ranks, 1,
                                                              blocks, launch, stream)
                         : launch_rail<EpRailDispatchArgs, EP_WORLD_RANKS>(

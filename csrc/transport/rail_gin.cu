@@ -3,6 +3,7 @@
 #include "kernels/rail_dispatch.cuh"
 #include "kernels/rail_plan_launch.cuh"
 #include "kernels/rail_return.cuh"
+#include "kernels/rail_send.cuh"
 #include "transport/net_gin.cuh"
 
 namespace ep {
@@ -13,6 +14,10 @@ cudaError_t launch_rail_exchange_gin(const EpRailPlanArgs* args, cudaStream_t st
 
 cudaError_t launch_rail_counts_gin(const EpRailPlanArgs* args, cudaStream_t stream) {
   return launch_rail_counts_on<GinNet>(args, 1, stream);
+}
+
+cudaError_t launch_rail_send_gin(const EpRailSendArgs* args, cudaStream_t stream) {
+  return launch_rail_send_on<GinNet>(args, 1, stream);
 }
 
 cudaError_t launch_rail_dispatch_gin(const EpRailDispatchArgs* args, cudaStream_t stream) {

@@ -192,23 +192,46 @@ class RailWorld(OneGpuWorld):
             calls.append(call)
         return calls
 
+    def rail_send_calls(
+        self,
+        topk_idx: Sequence[Tensor],
+        x: Sequence[Tensor],
+        topk_weights: Sequence[Tensor] | None,
+    ) -> list[Any]:
+        """Arguments of `rail_send` for all ranks; their dispatch is then told so."""
+        calls = []
+        for rank, routing in enumerate(topk_idx):
+            call = self.kernels.RailSendArgs(self.contexts[rank], self.rails[rank])
+            call.topk_idx, call.x = routing.data_ptr(), x[rank].data_ptr()
+            call.num_tokens, call.num_topk = routing.shape
+            call.row_bytes = self.shape.row_bytes
+            call.topk_weights = 0 if topk_weights is None else topk_weights[rank].data_ptr()
+            calls.append(call)
+        return calls
+
     def rail_dispatch_calls(
         self,
         plans: Sequence[RailPlan],
         x: Sequence[Tensor],
         topk_weights: Sequence[Tensor] | None,
         outputs: Sequence[tuple[Tensor, Tensor | None]],
+        *,
         duplicate: int = 0,
+        sent: bool = False,
     ) -> list[Any]:
         """Arguments of `rail_dispatch` for all ranks; outputs from `new_outputs`."""
         virtual = [plan.virtual for plan in plans]
-        domains = self.dispatch_calls(virtual, x, topk_weights, outputs, duplicate)
-        return [
-            self.kernels.RailDispatchArgs(
-                call, self.rails[rank], plans[rank].num_tokens, plans[rank]["dst_rank"].data_ptr()
+        calls = []
+        for rank, call in enumerate(
+            self.dispatch_calls(virtual, x, topk_weights, outputs, duplicate)
+        ):
+            plan = plans[rank]
+            whole = self.kernels.RailDispatchArgs(
+                call, self.rails[rank], plan.num_tokens, plan["dst_rank"].data_ptr()
             )
-            for rank, call in enumerate(domains)
-        ]
+            whole.sent = int(sent)
+            calls.append(whole)
+        return calls
 
     def rail_combine_calls(
         self,

@@ -6,9 +6,10 @@ No network is in it: a put is a copy inside the GPU, which the putting warp make
 what the kernels themselves cost. Every setting is first compared with the specification, bit for
 bit.
 
-Each round is a plan, a dispatch and a combine, with events around each of the six launches. Roles
-share launches, so their times come from the module for tests, whose blocks note when they began
-and ended and what their warps waited (RoleClock in csrc/kernels/rail.cuh).
+Each round is a plan, a dispatch, the same dispatch again as two launches (send, then forward), and
+a combine, with events around each launch. The two tell what a role takes alone. What roles take
+while they share a launch comes from the module for tests, whose blocks note when they began and
+ended and what their warps waited (RoleClock in csrc/kernels/rail.cuh).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ep_dispatcher.routing import RoutingSpec, make_topk_idx
 
 _SWEEP_BYTES = 256 << 20  # several times the L2
 _WARM_UP = 3
+SPLIT = ("dispatch_send", "dispatch_forward")  # of a second dispatch
 _WARPS = 8  # of a block, in every role at this width
 _COLUMNS = ("waiting", "making", "putting")  # of RailWorld.role_times, from the fourth on
 
@@ -54,9 +56,16 @@ class RailSetting:
 
 SETTINGS = [
     RailSetting(num_domains=domains, domain_size=size, num_sms=sms, num_blocks=blocks)
-    for domains, size in ((2, 4), (4, 2))
-    for sms, blocks in ((12, 2), (12, 4), (8, 8))
+    for domains, size, sms, blocks in (
+        (2, 4, 12, 4),
+        (2, 4, 12, 2),
+        (2, 4, 8, 8),
+        (2, 4, 4, 1),  # so few that they do not wait for the GPU's memory
+        (4, 2, 12, 4),
+        (4, 2, 4, 1),
+    )
 ]
+_CROSSES = ("dispatch_send", "combine_return")  # what rail blocks alone bring forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +146,16 @@ class RailBench:
                 "rail_dispatch",
                 world.rail_dispatch_calls(plans, work.x, work.topk_weights, self.outputs),
             ),
+            "dispatch_send": (
+                "rail_send",
+                world.rail_send_calls(work.topk_idx, work.x, work.topk_weights),
+            ),
+            "dispatch_forward": (
+                "rail_dispatch",
+                world.rail_dispatch_calls(
+                    plans, work.x, work.topk_weights, self.outputs, sent=True
+                ),
+            ),
             "combine_domain": ("combine", combines),
             "combine_return": ("rail_return", returns),
         }
@@ -147,13 +166,42 @@ class RailBench:
         self.world.launch(name, calls)
 
     def check(self) -> None:
-        """Compare rows and sums of the last round with the specification.
+        """Run a round and compare it with the specification.
+
+        Raises:
+            AssertionError: a bit differs.
+        """
+        for phase in self.calls:
+            self._poison(phase)
+            self.run(phase)
+            if phase in ("dispatch", "dispatch_forward"):
+                self.compare_rows()
+        self.compare_sums()
+
+    def _poison(self, phase: str) -> None:
+        """Overwrite what a phase is to write."""
+        if phase in ("dispatch", "dispatch_forward"):
+            for recv_x, _ in self.outputs:
+                recv_x.fill_(float("nan"))
+        elif phase == "combine_domain":
+            for out in self.out:
+                out.fill_(float("nan"))
+
+    def compare_rows(self) -> None:
+        """Compare the rows of the last dispatch with the specification.
 
         Raises:
             AssertionError: a bit differs.
         """
         for rank, (recv_x, _) in enumerate(self.outputs):
             assert_same_bits("recv_x", recv_x, self.work.recv_x[rank])
+
+    def compare_sums(self) -> None:
+        """Compare the sums of the last combine with the specification.
+
+        Raises:
+            AssertionError: a bit differs.
+        """
         for rank, out in enumerate(self.out):
             assert_same_bits("out", out, self.work.out[rank])
 
@@ -184,8 +232,9 @@ class RailBench:
         seen: dict[str, list[Role]] = {}
         for _ in range(rounds + _WARM_UP):
             for phase in self.calls:
-                sweep_before_launch(self.sweep)
-                self.run(phase)
+                if phase not in SPLIT:
+                    sweep_before_launch(self.sweep)
+                    self.run(phase)
             torch.cuda.synchronize()
             for name, role in self._last_roles():
                 seen.setdefault(name, []).append(role)
@@ -260,19 +309,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _checked(setting: RailSetting, kernels: object) -> RailBench:
-    """A bench whose first round was right."""
-    bench = RailBench(setting, kernels)
-    for phase in bench.calls:
-        bench.run(phase)
-    bench.check()
-    return bench
-
-
 def _report_phases(
     setting: RailSetting, kernels: object, log: ResultLog | None, rounds: int
 ) -> None:
-    bench = _checked(setting, kernels)
+    bench = RailBench(setting, kernels)
+    bench.check()
     times = bench.time_us(rounds)
     bench.check()
     cells = []
@@ -280,14 +321,24 @@ def _report_phases(
         summary = summarise_times(of_rounds)
         per_token = 1000 * float(summary["median_us"]) / setting.num_tokens
         cells.append(f"{phase} {summary['median_us']:.0f} us ({per_token:.0f} ns a token)")
-        _write(log, setting, "ep_dispatcher/device", phase, per_token, **summary)
+        crossing = bench.rail_rows() if phase in _CROSSES else None
+        _write(
+            log,
+            setting,
+            "ep_dispatcher/device",
+            phase,
+            per_token,
+            crossing_rows=crossing,
+            **summary,
+        )
     _show(setting, cells)
 
 
 def _report_roles(
     setting: RailSetting, kernels: object, log: ResultLog | None, rounds: int
 ) -> None:
-    bench = _checked(setting, kernels)
+    bench = RailBench(setting, kernels)
+    bench.check()
     launches = bench.time_us(rounds)
     roles = bench.time_roles(rounds)
     bench.check()
