@@ -1,5 +1,4 @@
-// The C ABI of the rails: checks arguments, then launches. No exception leaves
-// it.
+// The C ABI of the rails: checks arguments, then launches. No exception leaves it.
 #include "api/ep_rail.h"
 
 #include <string>
@@ -130,9 +129,7 @@ EpStatus run(const Args* ranks, int num_ranks, void* stream,
     return note_launch(launch(ranks, num_ranks, on));
   }
   if (num_ranks != 1 || launch_gin == nullptr) {
-    return refuse(
-        "net is EP_NET_GIN; it takes one rank a launch and a library "
-        "built with NCCL");
+    return refuse("net is EP_NET_GIN; it takes one rank a launch and a library built with NCCL");
   }
   return note_launch(launch_gin(ranks, on));
 }

@@ -9,8 +9,8 @@ namespace ep {
 
 enum RailKernelId { kRailExchange = 0, kRailCounts = 1, kRailReturn = 2, kRailSend = 3 };
 
-// Epochs of the rails' own kernels; zero at first. That of kRailSend counts
-// dispatches whose records were posted, by whichever launch.
+// Epochs of the rails' own kernels; zero at first. That of kRailSend counts dispatches whose records
+// were posted, by whichever launch.
 struct RailControl {
   uint64_t epoch[4];
   uint32_t exits[4];
@@ -21,12 +21,11 @@ struct RailControl {
 // In front of each part of a segment's routing.
 struct RailTopkHeader {
   int32_t num_tokens, num_topk, alignment;
-  int32_t bad_slot;  // the part's lowest slot with a bad id, of the whole
-                     // routing; -1 for none
+  int32_t bad_slot;  // the part's lowest slot with a bad id, of the whole routing; -1 for none
 };
 
-// What a block's role spent, in test builds: for the benches. Cycles of each
-// warp's waits, of making records and of putting are added up over its warps.
+// What a block's role spent, in test builds: for the benches. Cycles of each warp's waits, of making
+// records and of putting are added up over its warps.
 enum RoleWord {
   kRoleBeginNs = 0,
   kRoleEndNs = 1,
@@ -41,8 +40,8 @@ enum RoleKernel { kRolesOfDispatch = 0, kRolesOfReturn = 1 };
 
 constexpr uint16_t kRailNoExpert = 0xffff;
 
-// Channels towards each other domain: every putting warp serves one domain
-// only, so that a domain that does not come delays nobody else's tokens.
+// Channels towards each other domain: every putting warp serves one domain only, so that a domain
+// that does not come delays nobody else's tokens.
 EP_HOST_DEVICE constexpr int32_t rail_lanes(int32_t num_domains, int32_t num_blocks) {
   return num_domains < 2
              ? 1

@@ -1,13 +1,10 @@
-// dispatch over several domains: rows reach a domain once, and are stored from
-// there.
+// dispatch over several domains: rows reach a domain once, and are stored from there.
 //
-// Data flow   send:    rail_send.cuh; left out where a launch of its own has
-// sent already.
-//             forward: the dispatch of dispatch.cu over virtual tokens, whose
-//             rows lie in x or in
+// Data flow   send:    rail_send.cuh; left out where a launch of its own has sent already.
+//             forward: the dispatch of dispatch.cu over virtual tokens, whose rows lie in x or in
 //                      landing slots, after the signal of their chunk.
-// Grid        blocks [0, C) forward, [C, C + R) send; with ChaosNet one more
-// carries out its puts. Ordering, progress: rail.cuh.
+// Grid        blocks [0, C) forward, [C, C + R) send; with ChaosNet one more carries out its puts.
+// Ordering, progress: rail.cuh.
 #pragma once
 
 #include "kernels/dispatch_roles.cuh"
@@ -25,8 +22,8 @@ class RailRows {
                       const RoleClock& clock, Watch* watch)
       : args_(args), view_(view), net_(net), clock_(clock), watch_(watch) {}
 
-  // Lane 0 gets the row once it is there; nullptr where the token goes to no
-  // rank of this domain, or the block has to leave.
+  // Lane 0 gets the row once it is there; nullptr where the token goes to no rank of this domain,
+  // or the block has to leave.
   __device__ const char* row(const Sender& sender, int64_t token) {
     const int32_t* ranks = args_.domain.plan.dst_rank + token * sender.num_topk;
     bool wanted = false;
@@ -98,8 +95,7 @@ class RailRows {
   int known_ = -1;  // chunk that was last seen to be there, counted over segments
 };
 
-// Blocks of a launch beside the forwarding ones: they put, and carry out what
-// others put.
+// Blocks of a launch beside the forwarding ones: they put, and carry out what others put.
 template <class Net>
 EP_HOST_DEVICE constexpr int rail_blocks_of(const EpRailDispatchArgs& args) {
   return args.sent != 0 ? 0 : args.rail.num_blocks + (Net::kNeedsWorker ? 1 : 0);

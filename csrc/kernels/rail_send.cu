@@ -1,5 +1,4 @@
-// Instances of the rails' send role as a launch of its own, for nets on one
-// GPU.
+// Instances of the rails' send role as a launch of its own, for nets on one GPU.
 #include "core/rail_launch.h"
 #include "kernels/rail_send.cuh"
 

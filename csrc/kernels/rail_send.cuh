@@ -1,18 +1,13 @@
-// The send role of dispatch over several domains: as blocks of rail_dispatch,
-// or as a launch before it, which needs no plan and so runs beside the plan's
-// kernels.
+// The send role of dispatch over several domains: as blocks of rail_dispatch, or as a launch before
+// it, which needs no plan and so runs beside the plan's kernels.
 //
-// Data flow   x[token], its weights --> staging --put--> landing slot of (own
-// domain, token) at the
-//             same-index rank of each domain that the token goes to; a signal
-//             for every EP_RAIL_CHUNK_TOKENS tokens.
-// Grid        R blocks; with ChaosNet one more carries out the puts. A putting
-// warp serves one
+// Data flow   x[token], its weights --> staging --put--> landing slot of (own domain, token) at the
+//             same-index rank of each domain that the token goes to; a signal for every
+//             EP_RAIL_CHUNK_TOKENS tokens.
+// Grid        R blocks; with ChaosNet one more carries out the puts. A putting warp serves one
 //             domain, and its lane's chunks there.
-// Epoch       that of the dispatch whose records these are, counted by
-// kRailSend: a launch of
-//             rail_send counts it before its dispatch, a rail_dispatch with a
-//             send role itself.
+// Epoch       that of the dispatch whose records these are, counted by kRailSend: a launch of
+//             rail_send counts it before its dispatch, a rail_dispatch with a send role itself.
 // Ordering, progress: rail.cuh.
 #pragma once
 
@@ -20,8 +15,7 @@
 
 namespace ep {
 
-// Own tokens, and where they go: by the plan, or by the owners of their
-// experts.
+// Own tokens, and where they go: by the plan, or by the owners of their experts.
 struct RecordSource {
   const char* x;
   const float* topk_weights;  // or null
@@ -181,8 +175,8 @@ class RecordSender {
   int stage_ = 0;
 };
 
-// A block of the send role. `in_turn`: no earlier call has left records without
-// their dispatch, nor was this call's sent before. All threads call it.
+// A block of the send role. `in_turn`: no earlier call has left records without their dispatch, nor
+// was this call's sent before. All threads call it.
 template <class Net>
 __device__ void send_block(const RecordSource& from, const RailView& view, const Net& net,
                            int rail_block, bool in_turn, const RoleClock& clock, Watch* watch) {
