@@ -16,6 +16,7 @@ namespace ep {
 constexpr int kReturnWarps = EP_RAIL_WARPS;
 constexpr int kReturnThreads = 32 * kReturnWarps;
 constexpr int kMostUnsentSums = 16;
+constexpr int kVectorsAtOnce = 4;  // of a lane, that the final sum has in registers
 
 __device__ inline int64_t sum_bytes(const EpCombineArgs& args) {
   const int element = args.dtype == EP_FLOAT32 || args.exact != 0 ? 4 : 2;
@@ -151,23 +152,51 @@ class FinalSum {
     }
   }
 
+  __device__ uint4 load_term(int domain, int64_t token, int64_t at) const {
+    return __ldcg(reinterpret_cast<const uint4*>(term(domain, token)) + at);
+  }
+
+  // Several vectors of a lane at a time, so that their loads are on their way together.
   __device__ void add(uint32_t domains, int64_t token) const {
+    const int64_t vectors = bytes_ / 16;
+    int64_t at = lane_;
+    for (; at + 32 * (kVectorsAtOnce - 1) < vectors; at += 32 * kVectorsAtOnce) {
+      add_vectors<kVectorsAtOnce>(domains, token, at);
+    }
+#pragma unroll 1
+    for (; at < vectors; at += 32) {
+      add_vectors<1>(domains, token, at);
+    }
+  }
+
+  // Vectors `first`, `first` + 32, ...
+  template <int kVectors>
+  __device__ void add_vectors(uint32_t domains, int64_t token, int64_t first) const {
     const bool alone = kDtype == kPartial && __popc(domains) == 1;
-    const int first = __ffs(static_cast<int>(domains)) - 1;
-    char* to = out(token);
-    for (int64_t at = lane_; at < bytes_ / 16; at += 32) {
-      const uint4 start = __ldcg(reinterpret_cast<const uint4*>(term(first, token)) + at);
+    uint4 held[kVectors];
+    VectorSum<kPartial> sum[kVectors];
+    for (uint32_t rest = domains; rest != 0; rest &= rest - 1) {
+      const int domain = __ffs(static_cast<int>(rest)) - 1;
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        held[i] = load_term(domain, token, first + 32 * i);
+      }
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        if (rest == domains) {
+          sum[i].start(held[i]);
+        } else {
+          sum[i].add(held[i]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
       if (alone) {
-        reinterpret_cast<uint4*>(to)[at] = start;
-        continue;
+        reinterpret_cast<uint4*>(out(token))[first + 32 * i] = held[i];
+      } else {
+        store_rounded<kPartial, kDtype>(out(token), static_cast<int>(first + 32 * i), sum[i].value);
       }
-      VectorSum<kPartial> sum;
-      sum.start(start);
-      for (uint32_t rest = domains & (domains - 1); rest != 0; rest &= rest - 1) {
-        const int domain = __ffs(static_cast<int>(rest)) - 1;
-        sum.add(__ldcg(reinterpret_cast<const uint4*>(term(domain, token)) + at));
-      }
-      store_rounded<kPartial, kDtype>(to, static_cast<int>(at), sum.value);
     }
   }
 
@@ -238,7 +267,7 @@ __device__ void rail_return_block(const EpRailReturnArgs& args, int block, Watch
 }
 
 template <class Net, EpDtype kDtype, bool kExact, int kRanks>
-__global__ void __launch_bounds__(kReturnThreads)
+__global__ void __launch_bounds__(kReturnThreads, 1)
     rail_return_kernel(const __grid_constant__ World<EpRailReturnArgs, kRanks> world) {
   __shared__ Watch watch;
   const EpRailReturnArgs& any = world.rank[0];
