@@ -58,7 +58,7 @@ class Rates:
         dispatch_gb_s: expert rows stored, in one domain.
         combine_gb_s: expert rows summed, inside a domain.
         forward_gb_s: expert rows stored, where most come from landing slots.
-        send_gb_s: rows made into records and put.
+        send_gb_s: rows made into records.
         return_gb_s: sums put, while others are added up.
     """
 
@@ -112,7 +112,10 @@ class Estimate:
 def read_rates(folder: Path, hidden: int = 7168) -> Rates:
     """The best rate of each kernel and role among the recorded settings of that width.
 
-    A role of the rails that was not recorded is taken to copy at dispatch's rate.
+    Of the rails' roles while they do not wait, as the model has them in a pipeline. A put that is
+    recorded is a copy inside the GPU, made by the putting warps: it is left out of the send role,
+    whose warps only post to an adapter, and is all of the return role. A role that was not recorded
+    is taken to copy at dispatch's rate.
 
     Args:
         folder: holds one_domain.jsonl, and rails.jsonl where the rails were timed.
@@ -132,13 +135,19 @@ def read_rates(folder: Path, hidden: int = 7168) -> Rates:
     roles: dict[str, float] = {}
     for row in _lines(folder / "rails.jsonl", hidden):
         if "GBps_per_block" in row:
-            rate = float(row["GBps_per_block"])
+            rate = float(row["GBps_per_block"]) / _busy_share(row)
             roles[row["phase"]] = max(rate, roles.get(row["phase"], 0.0))
     of_roles = [roles.get(role, best["dispatch"]) for role in _ROLES]
     return Rates(best["dispatch"], best["combine"], *of_roles)
 
 
 _ROLES = ("dispatch/forward", "dispatch/send", "combine_return/return")
+
+
+def _busy_share(row: dict[str, Any]) -> float:
+    """Of a role's time: neither waiting nor, if it sends, putting."""
+    putting = row.get("putting_share", 0.0) if row["phase"] == "dispatch/send" else 0.0
+    return 1.0 - float(row.get("waiting_share", 0.0)) - float(putting)
 
 
 def _lines(path: Path, hidden: int) -> Iterator[dict[str, Any]]:
