@@ -116,7 +116,7 @@ def test_events_that_are_over_are_forgotten() -> None:
 def test_another_stream_does_not_wait_for_later_work_of_the_first() -> None:
     """Communication on a stream of its own runs beside the first stream's kernels."""
     with ProcessWorld(1) as world:
-        (found,) = world.run(cases.seconds_beside_a_busy_stream, cases.ONE_OUTPUT)
+        (found,) = world.run(cases.seconds_beside_a_busy_stream, cases.SMALL)
     assert found["rows"]
     assert found["still_busy"], found
     assert found["s"] < cases.LONG_S / 4
@@ -127,7 +127,7 @@ def test_memory_is_not_written_before_the_first_stream_has_read_it() -> None:
     """However the rows were given back; without protection the reader sees the next rows."""
     with ProcessWorld(1) as world:
         found = {
-            how: world.run(cases.rows_read_late, cases.ONE_OUTPUT, how)[0]
+            how: world.run(cases.rows_read_late, cases.SMALL, how)[0]
             for how in ("deleted", "resized", "unprotected")
         }
     assert all(each["reused"] for each in found.values()), found
