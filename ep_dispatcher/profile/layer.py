@@ -109,19 +109,26 @@ class LayerBench:
         """Check each variant against the first, warm up, time, and record one round of each."""
         first = self._output(self.variants[0])
         for variant in self.variants:
-            variant.difference = _relative(self._output(variant), first)
-            self._clock_backend(variant)
-            for _ in range(_WARM_UP):
-                self._step(variant)
+            self._warm_up(variant, first)
+        running = [variant for variant in self.variants if not variant.error]
         for _ in range(rounds):
-            for variant in self.variants:
+            for variant in running:
                 variant.times_ms.append(self._step(variant))
-        for variant in self.variants:
+        for variant in running:
             self._measure_memory(variant)
             dist.barrier()
             variant.clock.start()
             self._step(variant)
             variant.spans = variant.clock.stop()
+
+    def _warm_up(self, variant: Variant, first: Tensor) -> None:
+        """Compare with the first output and run some steps; note why where that cannot be done."""
+        try:
+            variant.difference = _relative(self._output(variant), first)
+            for _ in range(_WARM_UP):
+                self._step(variant)
+        except Exception as error:  # noqa: BLE001  the other variants are measured all the same
+            variant.error = f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
         """Close the groups."""
@@ -379,6 +386,9 @@ def _report(bench: LayerBench, config: TrainConfig, runtime: Runtime, log: Resul
     """Record all variants and print a line for each."""
     summaries = {}
     for variant in bench.variants:
+        if variant.error:
+            say(f"{variant.name}: no result on rank {runtime.rank}: {variant.error}")
+            continue
         found = summarise(variant, runtime)
         if variant.plugin is not None and found:
             tiers = {lease.group.tier for lease in variant.plugin.pool._leases.values()}
