@@ -104,6 +104,22 @@ def test_launches_after_a_fault_leave_at_once_and_write_nothing(net: str) -> Non
     assert all(bool(rows.isnan().all()) for rows in out)
 
 
+@pytest.mark.parametrize("net", ["loop", "chaos"])
+def test_a_plan_after_a_fault_sends_nothing(net: str) -> None:
+    """The first one: windows hold zeros, which are no routing of experts that a domain has."""
+    world = new_rail_world(2, 2, timeout_s=0.5, net=net)
+    work = new_rail_round(world, "uniform")
+    plans = [world.new_rail_plan(rank, *topk.shape) for rank, topk in enumerate(work.topk_idx)]
+    planning = world.rail_plan_calls(plans, work.topk_idx)
+    world.launch("rail_exchange", planning[:LATE_RANK])
+    world.launch("rail_exchange", planning)
+    world.launch("rail_counts", planning)
+    world.launch("route", world.virtual_route_calls(plans))
+    torch.cuda.synchronize()
+    assert all(world.fault(rank).filed for rank in range(4))
+    assert all(bool((plan.virtual["dst_rank"] == -1).all()) for plan in plans)
+
+
 @pytest.mark.parametrize("name", ["rail_dispatch", "rail_return"])
 def test_a_domain_past_the_deadline_is_named_and_one_before_it_is_not(name: str) -> None:
     world = new_rail_world(4, 1, mutations=True, timeout_s=0.3)

@@ -115,7 +115,8 @@ __device__ void exchange_parts(const ExchangeBlock& block, const Net& net) {
   puts.finish();
 }
 
-// Turns a segment's part into virtual tokens, and counts its experts.
+// Turns a segment's part into virtual tokens, and counts its experts. After a fault there are none:
+// route runs nevertheless, and must not find what is no routing.
 __device__ inline void expand_part(const ExchangeBlock& block, int segment, int32_t* histogram) {
   const EpRailPlanArgs& args = block.args;
   const int num_experts = args.context.shape.num_experts;
@@ -125,7 +126,8 @@ __device__ inline void expand_part(const ExchangeBlock& block, int segment, int3
   const auto* words = reinterpret_cast<const uint16_t*>(part + sizeof(RailTopkHeader));
   auto* to = block.view.local<int64_t>(block.view.layout.virtual_topk) +
              (segment * args.rail.max_tokens + block.first) * num_topk;
-  const int64_t given = max_of(0, min_of(block.end, __ldcg(&header->num_tokens)) - block.first);
+  const int64_t num_tokens = block.watch->aborted != 0 ? 0 : __ldcg(&header->num_tokens);
+  const int64_t given = max_of(0, min_of(block.end, num_tokens) - block.first);
   for (int expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
     histogram[expert] = 0;
   }
@@ -174,7 +176,7 @@ __device__ void rail_exchange(const EpRailPlanArgs& args, int channel, int32_t* 
     }
   }
   __syncthreads();
-  for (int segment = 0; segment < args.rail.num_domains && watch->aborted == 0; ++segment) {
+  for (int segment = 0; segment < args.rail.num_domains; ++segment) {
     expand_part(block, segment, histogram);
   }
   tell_rails(view, net, *watch);
