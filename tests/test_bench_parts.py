@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ep_dispatcher.accounting import LINKS
@@ -20,8 +22,10 @@ from ep_dispatcher.bench.inputs import make_inputs, make_routing
 from ep_dispatcher.bench.page_data import best_table, newest, series
 from ep_dispatcher.bench.record import RouterRecorder, experts_of
 from ep_dispatcher.bench.spec import BenchSpec, Work, load_spec
+from ep_dispatcher.bench.stopwatch import MEET, Stopwatch
 from ep_dispatcher.bench.trace import RouterTrace, merge_traces, read_trace, write_trace
 from ep_dispatcher.errors import ConfigError
+from ep_dispatcher.testing import run_ranks
 
 CPU = torch.device("cpu")
 WORK = Work(ranks=2, num_tokens=6, hidden=8, num_topk=2, num_experts=4, dtype="float32")
@@ -290,3 +294,24 @@ def test_a_cell_that_ran_twice_is_shown_from_its_last_run_alone() -> None:
     fewer = new[0] | {"num_sms": 8}
     assert newest([*old, fewer]) == [fewer, *old]
     assert newest([*old, other[0] | {"backend": "a"}, fewer])[-1]["backend"] == "a"
+
+
+@pytest.mark.parametrize("meets", [True, False])
+def test_communication_is_not_charged_with_a_peers_slower_permute(meets: bool) -> None:
+    """Rank 1 permutes for 100 ms more; what then waits for it counts unless the ranks meet."""
+
+    def times(group: dist.ProcessGroup) -> dict[str, float]:
+        watch = Stopwatch(group, CPU)
+        watch.begin()
+        sleep(0.1 * group.rank())
+        watch.lap("unpermute")
+        if meets:
+            watch.lap(MEET)
+        group.barrier().wait()
+        watch.lap("combine")
+        return watch.read()
+
+    first, second = run_ranks(2, times)
+    assert set(first) == set(second) == {"unpermute", "combine"}
+    assert second["unpermute"] > 90_000
+    assert (first["combine"] > 50_000) is not meets

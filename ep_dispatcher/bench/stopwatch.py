@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+MEET = "meet"  # in place of a phase, see `Stopwatch.lap`
 _FLUSH_TIMES_L2 = 2
 _HEAD_START_CYCLES = 4_000_000  # about 2 ms: longer than the host takes to queue any call
 
@@ -55,8 +56,15 @@ class Stopwatch:
         self._mark("")
 
     def lap(self, phase: str) -> None:
-        """End a phase; what follows until the next lap belongs to the next one."""
-        self._mark(phase)
+        """End a phase; what follows until the next lap belongs to the next one.
+
+        `MEET` ends nothing: the ranks meet as in `begin`. It stands between work of each rank alone
+        and communication, which would else be charged with the wait for the slowest rank.
+        """
+        if phase == MEET:
+            self.begin()
+        else:
+            self._mark(phase)
 
     def read(self) -> dict[str, float]:
         """Microseconds of each phase since the last `read`; waits for the device."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ep_dispatcher.bench.backends import base
 from ep_dispatcher.bench.spec import Work
+from ep_dispatcher.bench.stopwatch import MEET
 
 
 class DeepEpSession(base.PlainSession):
@@ -93,6 +94,7 @@ class DeepEpSession(base.PlainSession):
         """Add up each flat row, then send it home."""
         flat = self._add_up(expert_out)
         lap("unpermute")
+        lap(MEET)
         out, _, _ = self._buffer.combine(flat, self._handle)
         lap("combine")
         return torch.as_tensor(out)

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from ep_dispatcher.bench.backends import base
 from ep_dispatcher.bench.spec import Work
+from ep_dispatcher.bench.stopwatch import MEET
 
 _CLASSES = {
     "alltoall": "MoEAlltoAllTokenDispatcher",
     "allgather": "MoEAllGatherTokenDispatcher",
     "flex": "MoEFlexTokenDispatcher",
 }
+_FUSED = "fused"  # in a backend's name: its permutes are Transformer Engine's
 _WIRES: dict[str, base.Wire] = {
     "alltoall": "by_copy",
     "allgather": "all_gather",
@@ -33,7 +35,9 @@ class MegatronSession(base.PlainSession):
 
     def __init__(self, work: Work, place: base.Place) -> None:
         """Build a dispatcher from a config that holds nothing but what it needs."""
-        self._kind, _, self._flex_backend = place.name.partition("/")[2].partition("-")
+        self._kind, *more = place.name.partition("/")[2].split("-")
+        self._fused = _FUSED in more
+        self._flex_backend = more[0] if self._kind == "flex" else ""
         self._num_local = base.need_even_experts(work, place.name)
         if self._kind == "flex":
             base.need_cuda(place)
@@ -66,6 +70,7 @@ class MegatronSession(base.PlainSession):
             [base.class_name(manager)] if manager else []
         )
         notes = ["through the dispatcher object's six steps and autograd"]
+        notes.append("permutes of Transformer Engine" if self._fused else "permutes of torch")
         if self._kind == "flex":
             notes.append(f"num_sms {self._work.num_sms}")
         return base.Identity(
@@ -90,6 +95,7 @@ class MegatronSession(base.PlainSession):
         steps = self._dispatcher
         rows, probs = steps.dispatch_preprocess(rows_in, self._map, probs_in)
         lap("permute")
+        lap(MEET)
         rows, probs = steps.token_dispatch(rows, probs)
         lap("dispatch")
         rows, tokens_per_expert, probs = steps.dispatch_postprocess(rows, probs)
@@ -108,6 +114,7 @@ class MegatronSession(base.PlainSession):
         rows_out = expert_out.detach().requires_grad_()
         rows = self._dispatcher.combine_preprocess(rows_out)
         lap("unpermute")
+        lap(MEET)
         rows = self._dispatcher.token_combine(rows)
         lap("combine")
         out: Tensor = self._dispatcher.combine_postprocess(rows)
@@ -156,6 +163,7 @@ class MegatronSession(base.PlainSession):
             "add_bias_linear": False,
             "params_dtype": getattr(torch, work.dtype),
             "bf16": work.dtype == "bfloat16",
+            "moe_permute_fusion": self._fused,
         }
         if self._kind == "flex":
             values["moe_flex_dispatcher_backend"] = self._flex_backend

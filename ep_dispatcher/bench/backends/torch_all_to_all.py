@@ -24,6 +24,7 @@ from ep_dispatcher.bench.backends.base import (
     need_even_experts,
 )
 from ep_dispatcher.bench.spec import Work
+from ep_dispatcher.bench.stopwatch import MEET
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -109,6 +110,7 @@ class TorchSession(PlainSession):
         routes = self._the_routes()
         rows, weights = x[routes.token], topk_weights.flatten()[routes.copy]
         lap("permute")
+        lap(MEET)
         rows = self._exchange(rows, routes.receive, routes.send)
         weights = self._exchange(weights, routes.receive, routes.send)
         lap("dispatch")
@@ -126,6 +128,7 @@ class TorchSession(PlainSession):
         routes = self._the_routes()
         rows = expert_out[routes.arrival]
         lap("unpermute")
+        lap(MEET)
         rows = self._exchange(rows, routes.send, routes.receive)
         lap("combine")
         out = self._sum_at_home(rows)
