@@ -268,9 +268,9 @@ def _some_seed_differs(
     return any(failed)
 
 
-@pytest.mark.parametrize("mutation", [0, 41, 42, 44, 45])
+@pytest.mark.parametrize("mutation", [0, 41, 42, 44, 45, 51])
 def test_dispatch_needs_what_orders_its_records(mutation: int) -> None:
-    """The signal first, no wait, a stage reused early, a signal that promises too little."""
+    """Signal first, no wait, a stage reused early, a weak signal, a put before its record."""
 
     def differs(world: RailWorld, work: Round, plans: list[RailPlan]) -> bool:
         rows = rail_dispatch(world, work, plans)

@@ -35,6 +35,7 @@ enum class Mutation : int32_t {
   kReturnSkipEntry = 48,     // rails R4
   kRailTopkSkipWait = 49,    // rails R2, of routing
   kRailCountsSkipWait = 50,  // rails, counts inside the domain
+  kRailPutFirst = 51,        // rails R1, net N2: as if a put were posted without its release
 };
 
 __device__ __forceinline__ bool mutated([[maybe_unused]] const EpContext& context,

@@ -152,16 +152,27 @@ class RecordSender {
         !puts_.wait_until_unsent(0)) {  // R5
       return false;
     }
+    const bool early = mutated(view_.context, Mutation::kRailPutFirst);
+    if (early) {
+      put(token, source);
+      test_stall(view_.context);
+    }
     const uint64_t filling = RoleClock::now();
     fill_record(from_, view_.local<char>(source), token);
     const uint64_t putting = RoleClock::now();
-    net_.put(task_.domain,
-             view_.slot(view_.layout.landing, rail_area(task_.domain, view_.me()), token), source,
-             from_.record_bytes(), task_.channel);
-    puts_.add();
+    if (!early) {
+      put(token, source);
+    }
     clock_.add_record(puts_, waiting, filling, putting);
     stage_ = (stage_ + 1) % EP_RAIL_STAGES;
     return true;
+  }
+
+  __device__ void put(int64_t token, int64_t source) {
+    const int area = rail_area(task_.domain, view_.me());
+    net_.put(task_.domain, view_.slot(view_.layout.landing, area, token), source,
+             from_.record_bytes(), task_.channel);
+    puts_.add();
   }
 
   const RecordSource& from_;
