@@ -58,7 +58,7 @@ def test_rates_are_the_best_recorded_ones(tmp_path: Path) -> None:
     _write(tmp_path / "rails.jsonl", roles)
     assert scaling.read_rates(tmp_path, hidden=4) == scaling.Rates(16.0, 16.0, 16.0, 5.0, 5.0)
     shares = {"waiting_share": 0.25, "making_share": 0.25, "putting_share": 0.5}
-    _write(tmp_path / "rails.jsonl", [role | shares for role in roles])
+    _write(tmp_path / "rails.jsonl", [{**role, **shares} for role in roles])
     busy = scaling.read_rates(tmp_path, hidden=4)
     assert (busy.send_gb_s, busy.return_gb_s) == (5.0 / 0.25, 5.0 / 0.75)
     with pytest.raises(ConfigError, match="hidden 16"):

@@ -234,9 +234,9 @@ __device__ void rail_return_block(const EpRailReturnArgs& args, int block, Watch
   const int adding = context.shape.num_channels;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const RoleClock clock(view, kRolesOfReturn, block);
-  const bool works = begin_rail(view, kRailReturn, watch);
+  const int role = begin_rail(view, kRailReturn, watch) ? block : putting + adding;
   clock.begin();
-  if (works && block < putting) {
+  if (role < putting) {
     if (block == 0 && threadIdx.x == 0) {
       signal_entry(view, net, rail_signal_return_entry(view.layout));
     }
@@ -244,7 +244,7 @@ __device__ void rail_return_block(const EpRailReturnArgs& args, int block, Watch
     if (task.lane >= 0) {
       return_sums(args, view, net, task, clock, watch);
     }
-  } else if (works && block < putting + adding) {
+  } else if (role < putting + adding) {
     if (mutated(context, Mutation::kReturnSkipEntry)) {
       test_stall(context);  // so that the next sums find these unread
     }
