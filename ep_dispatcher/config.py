@@ -163,8 +163,6 @@ class EpConfig:
         tier: "auto" takes the device tier where every rank can, else the reference tier.
         check_values: debug mode, refuses NaN and infinite weights (costs a host synchronisation).
         debug_ledger: debug mode, compares the order of all calls between the ranks.
-        untested_rails: device tier: serve several NVLink domains although nobody has seen that work
-            over GIN yet (docs/multi_node.md). False refuses them.
         tuning: knobs that change speed only.
     """
 
@@ -179,7 +177,6 @@ class EpConfig:
     tier: Tier = "auto"
     check_values: bool = False
     debug_ledger: bool = False
-    untested_rails: bool = False
     tuning: Tuning = field(default_factory=Tuning)
 
     def __post_init__(self) -> None:
@@ -205,7 +202,7 @@ class EpConfig:
 
     def _check_flags(self) -> None:
         """Check what is either on or off."""
-        for name in ("check_values", "debug_ledger", "untested_rails"):
+        for name in ("check_values", "debug_ledger"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
 

@@ -176,12 +176,6 @@ def open_session(collectives: Collectives, config: EpConfig, placement: Placemen
     _refuse_threads(collectives)
     communicator = open_communicator(collectives)
     num_domains = communicator.properties().num_domains
-    if num_domains > 1 and not config.untested_rails:
-        communicator.close()
-        raise UnavailableError(
-            f"NCCL sees {num_domains} NVLink domains; the rails between them have not been seen to "
-            "work over GIN yet: take tier 'reference', or set untested_rails to try them"
-        )
     topology = topology_from(num_domains, collectives.size, config.virtual_domain_size)
     domain = DomainView(topology, placement, collectives.rank)
     arena, rails = None, None

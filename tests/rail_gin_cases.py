@@ -38,9 +38,7 @@ class RailCase(Case):
 
     def config(self, tier: str) -> EpConfig:
         """The config of a group of that tier."""
-        return dataclasses.replace(
-            super().config(tier), virtual_domain_size=self.domain_size, untested_rails=True
-        )
+        return dataclasses.replace(super().config(tier), virtual_domain_size=self.domain_size)
 
 
 @contextlib.contextmanager

@@ -47,7 +47,6 @@ def test_common_widths_are_allowed(hidden: int, dtype: str) -> None:
         ({"alignment": 3}, "alignment is 3; it must be a power of two"),
         ({"recv_capacity_rows": -5}, "recv_capacity_rows is -5"),
         ({"virtual_domain_size": 0}, "virtual_domain_size is 0"),
-        ({"untested_rails": 1}, "untested_rails is 1"),
         ({"precision": "fp32"}, "precision is 'fp32'; it must be 'rounded' or 'exact'"),
         ({"tier": "gpu"}, "tier is 'gpu'; it must be 'auto', 'reference' or 'device'"),
         ({"expert_rank": (0, 1)}, "expert_rank has 2 entries; it needs one for each of the 8"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import types
-
 import pytest
 import torch
 
@@ -13,8 +11,6 @@ from ep_dispatcher import (
     Placement,
     Topology,
     Tuning,
-    UnavailableError,
-    device_session,
 )
 from ep_dispatcher.rail_memory import rail_blocks, segment_tokens
 from ep_dispatcher.rails import DomainView, num_contexts, owner_tables
@@ -84,18 +80,3 @@ def test_contexts_are_enough_for_queues_that_never_fill(
 ) -> None:
     """16 puts a lane and a signal for each 32 tokens, spread over contexts of 256 posts."""
     assert num_contexts(lanes, max_tokens) == contexts
-
-
-def test_several_domains_are_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The communicator is closed, and the reason tells how to ask for the rails."""
-    closed = []
-    communicator = types.SimpleNamespace(
-        properties=lambda: types.SimpleNamespace(num_domains=2),
-        close=lambda: closed.append(True),
-    )
-    monkeypatch.setattr(device_session, "_refuse_threads", lambda collectives: None)
-    monkeypatch.setattr(device_session, "open_communicator", lambda collectives: communicator)
-    monkeypatch.setattr(device_session, "Reasons", lambda collectives: None)
-    with pytest.raises(UnavailableError, match="set untested_rails"):
-        device_session.open_session(None, config(), Placement.even(8, 4))  # type: ignore[arg-type]
-    assert closed == [True]
