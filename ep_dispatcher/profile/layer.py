@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_dispatcher.bench.results import ResultLog, summarise_times
+from ep_dispatcher.bench.results import ResultLog, log_of_module, summarise_times
 from ep_dispatcher.device_memory import heap_bytes_of
 from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.launch import OK
@@ -361,7 +361,8 @@ def measure(words: Sequence[str], config: TrainConfig, runtime: Runtime) -> None
     chunks = [int(number) for number in args.chunks.split(",") if number]
     bench = LayerBench(config, runtime, chunks, delayed=args.delayed)
     bench.run(args.rounds)
-    log = ResultLog(args.out, [sys.executable, "-m", "ep_dispatcher.profile.layer", *words])
+    log = log_of_module(args.out, "ep_dispatcher.profile.layer", words)
+    assert log is not None
     _report(bench, config, runtime, log)
     if args.spans is not None:
         _write_spans(bench, runtime, args.spans)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_dispatcher.bench.results import ResultLog
+from ep_dispatcher.bench.results import ResultLog, log_of_module
 from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.launch import OK
 from ep_dispatcher.megatron.options import OverlapOptions
@@ -249,8 +249,8 @@ def compare(words: Sequence[str], config: TrainConfig, runtime: Runtime) -> None
     corpus = load_corpus(config.data, config.model.seq_length)
     torch.use_deterministic_algorithms(True, warn_only=True)  # of what is Megatron's and torch's
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
-    command: list[Any] = [sys.executable, "-m", "ep_dispatcher.profile.parity", *words]
-    log = ResultLog(args.out, command)
+    log = log_of_module(args.out, "ep_dispatcher.profile.parity", words)
+    assert log is not None
     found = []
     for seed in args.seeds or [config.train.seed]:
         seeded = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))

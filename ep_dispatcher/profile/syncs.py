@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from ep_dispatcher import EpConfig, EPGroup, MoeShape
-from ep_dispatcher.bench.results import ResultLog
+from ep_dispatcher.bench.results import ResultLog, log_of_module
 from ep_dispatcher.profile.trace import Trace
 from ep_dispatcher.ranges import LAYER, phase
 from ep_dispatcher.train.progress import Steps, say
@@ -65,7 +65,9 @@ def main(words: Sequence[str]) -> int:
     args = parser.parse_args(words)
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    measure(ResultLog(args.out, [sys.executable, "-m", "ep_dispatcher.profile.syncs", *words]))
+    log = log_of_module(args.out, "ep_dispatcher.profile.syncs", words)
+    assert log is not None
+    measure(log)
     dist.destroy_process_group()
     return 0
 
