@@ -87,7 +87,7 @@ class LayerBench:
     def __init__(
         self, config: TrainConfig, runtime: Runtime, chunks: Sequence[int], *, delayed: bool = False
     ) -> None:
-        """Build all variants with the weights of the first."""
+        """Build all variants over the weights of the first, which they share."""
         self._config, self._runtime = config, runtime
         self._pools: dict[bool, Any] = {}  # an arena belongs to the stream that used it first
         self._weights: list[Tensor] = []
@@ -175,7 +175,7 @@ class LayerBench:
             layer = layer.bfloat16()
         self._weights = self._weights or list(layer.parameters())
         for own, given in zip(layer.parameters(), self._weights, strict=True):
-            own.data.copy_(given.data)
+            own.data = given.data
         clock = Clock(_make_stamp if self._runtime.on_gpu else HostStamp)
         layer.experts.forward = clock.wrap("experts", layer.experts.forward)
         if train.delay_weight_gradients:
@@ -202,11 +202,8 @@ class LayerBench:
         return out
 
     def _step(self, variant: Variant) -> tuple[float, float]:
-        """Forward and backward once; returns their times in ms."""
+        """Forward and backward once, no gradient is kept; returns their times in ms."""
         self._clock_backend(variant)
-        self._x.grad = None
-        for parameter in variant.layer.parameters():
-            parameter.grad = None
         if self._runtime.on_gpu:
             torch.cuda.synchronize()
         dist.barrier()
@@ -221,13 +218,13 @@ class LayerBench:
         stamps[2].record()
         if self._runtime.on_gpu:
             torch.cuda.synchronize()
+        self._x.grad = None
+        for parameter in variant.layer.parameters():
+            parameter.grad = None
         return stamps[0].elapsed_time(stamps[1]), stamps[1].elapsed_time(stamps[2])
 
     def _measure_memory(self, variant: Variant) -> None:
         """Peak of a step beyond what is held before it; 0 on the CPU, where nothing counts it."""
-        for parameter in variant.layer.parameters():
-            parameter.grad = None
-        self._x.grad = None
         if not self._runtime.on_gpu:
             return
         torch.cuda.synchronize()
