@@ -33,6 +33,13 @@ class Checker {
     }
   }
 
+  void equal(const char* name, int64_t value, int64_t first) {
+    if (value != first) {
+      fail(std::string(name) + " is " + std::to_string(value) + " on one rank of a launch and " +
+           std::to_string(first) + " on its first; it must be equal");
+    }
+  }
+
   void pointer(const char* name, const void* value, bool needed, int64_t alignment = 4) {
     if (needed && value == nullptr) {
       fail(std::string(name) + " is NULL; it must be memory that the GPU can reach");
@@ -41,12 +48,13 @@ class Checker {
   }
 
   void fail(const std::string& message) {
-    if (message_.empty()) {
+    if (ok()) {
       message_ = message;
     }
   }
 
-  EpStatus status() const { return message_.empty() ? EP_OK : refuse(message_); }
+  bool ok() const { return message_.empty(); }
+  EpStatus status() const { return ok() ? EP_OK : refuse(message_); }
 
  private:
   std::string message_;

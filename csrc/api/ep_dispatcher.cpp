@@ -36,9 +36,12 @@ namespace {
 
 constexpr int64_t kMaxTokens = int64_t{1} << 20;
 constexpr int64_t kMaxRows = INT32_MAX;
-constexpr int64_t kMaxBytes = int64_t{1} << 46;
+constexpr int64_t kMaxRowBytes = int64_t{1} << 30;
+constexpr int64_t kMaxBytes = int64_t{1} << 46;  // of a window and what lies behind it
+constexpr uint64_t kMaxTimeoutNs = INT64_MAX;
 constexpr int kEntryBits = 32;
 constexpr int kRowAlignment = 16;
+constexpr int kLongAlignment = 8;
 
 void check_shape(Checker* check, const EpWindowShape& shape) {
   check->range("ep_size", shape.ep_size, 1, EP_MAX_RANKS);
@@ -47,7 +50,10 @@ void check_shape(Checker* check, const EpWindowShape& shape) {
   check->range("num_channels", shape.num_channels, 1, EP_MAX_CHANNELS);
   check->range("ring_depth", shape.ring_depth, 1, 1024);
   check->range("max_tokens", shape.max_tokens, 0, kMaxTokens);
-  check->range("partial_bytes", shape.partial_bytes, 0, kMaxBytes);
+  check->range("partial_bytes", shape.partial_bytes, 0, kMaxRowBytes);
+  if (!check->ok()) {
+    return;  // the sizes below would overflow
+  }
   const int index_bits = bits_for(shape.max_tokens * shape.num_topk + 1);
   if (index_bits + bits_for(shape.num_experts) > kEntryBits) {
     check->fail("max_tokens x num_topk is " + std::to_string(shape.max_tokens * shape.num_topk) +
@@ -62,18 +68,24 @@ void check_context(Checker* check, const EpContext& context) {
   check->range("num_local_experts", context.num_local_experts, 1, context.shape.num_experts);
   check->range("num_local_experts x ep_size",
                int64_t{context.num_local_experts} * context.shape.ep_size, 1, kMaxBaseEntries);
-  const EpWindowLayout expected = make_window_layout(context.shape);
-  if (context.window.total_bytes != expected.total_bytes) {
+  if (!check->ok()) {
+    return;  // neither a layout nor a number of windows
+  }
+  if (context.window.total_bytes != make_window_layout(context.shape).total_bytes) {
     check->fail("window is not the layout of shape; use ep_make_window_layout");
   }
-  for (int rank = 0; rank < context.shape.ep_size && rank < EP_MAX_RANKS; ++rank) {
+  if (context.timeout_ns == 0 || context.timeout_ns > kMaxTimeoutNs) {
+    check->fail("timeout_ns is " + std::to_string(context.timeout_ns) + "; it must be in [1, " +
+                std::to_string(kMaxTimeoutNs) + "]");
+  }
+  for (int rank = 0; rank < context.shape.ep_size; ++rank) {
     check->pointer("window_base", context.window_base[rank], true, kRowAlignment);
   }
   check->pointer("expert_rank", context.expert_rank, true);
   check->pointer("expert_local", context.expert_local, true);
   check->pointer("expert_order", context.expert_order, true);
   check->pointer("owner_first", context.owner_first, true);
-  check->pointer("fault", context.fault, true);
+  check->pointer("fault", context.fault, true, kLongAlignment);
 }
 
 void check_plan(Checker* check, const EpContext& context, const EpPlan& plan) {
@@ -82,12 +94,15 @@ void check_plan(Checker* check, const EpContext& context, const EpPlan& plan) {
   const bool tokens = plan.num_tokens > 0;
   check->pointer("plan.dst_rank", plan.dst_rank, tokens);
   check->pointer("plan.dst_row", plan.dst_row, tokens);
-  check->pointer("plan.contributor", plan.contributor, tokens);
-  check->pointer("plan.counts", plan.counts, true);
-  check->pointer("plan.tokens_per_expert", plan.tokens_per_expert, true);
-  check->pointer("plan.padded_tokens_per_expert", plan.padded_tokens_per_expert, true);
-  check->pointer("plan.expert_offsets", plan.expert_offsets, true);
-  check->pointer("plan.totals", plan.totals, true);
+  check->pointer("plan.contributor", plan.contributor, tokens, kLongAlignment);
+  check->pointer("plan.counts", plan.counts, true, kLongAlignment);
+  check->pointer("plan.tokens_per_expert", plan.tokens_per_expert, true, kLongAlignment);
+  check->pointer("plan.padded_tokens_per_expert", plan.padded_tokens_per_expert, true,
+                 kLongAlignment);
+  check->pointer("plan.expert_offsets", plan.expert_offsets, true, kLongAlignment);
+  check->pointer("plan.totals", plan.totals, true, kLongAlignment);
+  check->pointer("plan.record_header", plan.record_header, context.shape.max_tokens > 0);
+  check->pointer("plan.record_row", plan.record_row, context.shape.max_tokens > 0);
   check->pointer("plan.chunk_first", plan.chunk_first, true);
   check->pointer("plan.source_tokens", plan.source_tokens, true);
 }
@@ -95,22 +110,36 @@ void check_plan(Checker* check, const EpContext& context, const EpPlan& plan) {
 void check_call(Checker* check, const EpRouteArgs& args) {
   check_context(check, args.context);
   check_plan(check, args.context, args.plan);
-  check->pointer("topk_idx", args.topk_idx, args.plan.num_tokens > 0);
+  check->pointer("topk_idx", args.topk_idx, args.plan.num_tokens > 0, kLongAlignment);
   check->range("alignment", args.alignment, 1, 4096);
   check->range("capacity_rows", args.capacity_rows, -1, kMaxRows);
   check->range("only_refusals", args.only_refusals, 0, 1);
+  check->pointer("mailbox", args.mailbox, false, kLongAlignment);
+  if (args.mailbox != nullptr && args.ticket == 0) {
+    check->fail("ticket is 0, which is what an empty mailbox holds; give each call its own");
+  }
+  check->pointer("segment_shift", args.segment_shift, false);
+  check->pointer("verdict", args.verdict, false, kLongAlignment);
+  if (args.segment_shift != nullptr) {
+    check->range("segment_tokens", args.segment_tokens, 1, args.context.shape.max_tokens);
+  }
 }
 
 void check_call(Checker* check, const EpDispatchArgs& args) {
   check_context(check, args.context);
   check_plan(check, args.context, args.plan);
   check->pointer("x", args.x, args.plan.num_tokens > 0, kRowAlignment);
-  check->range("row_bytes", args.row_bytes, 16, int64_t{1} << 30);
+  check->pointer("topk_weights", args.topk_weights, false);
+  check->range("row_bytes", args.row_bytes, 16, kMaxRowBytes);
   check->multiple("row_bytes", args.row_bytes, 16);
   check->range("recv_rows", args.recv_rows, 0, kMaxRows);
-  check->range("recv_x_offset", args.recv_x_offset, 0, kMaxBytes);
-  check->multiple("recv_x_offset", args.recv_x_offset, 16);
-  check->range("recv_weights_offset", args.recv_weights_offset, -1, kMaxBytes);
+  const int64_t first = args.recv_rows > 0 ? args.context.window.total_bytes : 0;
+  check->multiple("recv_x_offset", args.recv_x_offset, kRowAlignment);
+  check->range("recv_x_offset", args.recv_x_offset, first, kMaxBytes);
+  if (args.recv_weights_offset != -1) {
+    check->multiple("recv_weights_offset", args.recv_weights_offset, 4);
+    check->range("recv_weights_offset (-1 for none)", args.recv_weights_offset, first, kMaxBytes);
+  }
   check->range("duplicate", args.duplicate, 0, 1);
 }
 
@@ -126,12 +155,19 @@ void check_call(Checker* check, const EpCombineArgs& args) {
     check->range("row_weights_grad_offset", args.row_weights_grad_offset, -1, kMaxBytes);
     if (args.row_weights_grad_offset >= 0) {
       check->multiple("row_weights_grad_offset", args.row_weights_grad_offset, 4);
+    } else if (args.weights_grad != nullptr) {
+      check->fail("row_weights_grad_offset is -1 but weights_grad is not NULL; give both or none");
     }
   }
   check->range("dtype", args.dtype, EP_BFLOAT16, EP_FLOAT32);
   check->range("exact", args.exact, 0, 1);
   const int element_bytes = args.dtype == EP_FLOAT32 ? 4 : 2;
-  check->range("hidden", args.hidden, 1, int64_t{1} << 28);
+  check->range("hidden", args.hidden, 1, kMaxRowBytes / 4);
+  check->pointer("row_weights_grad", args.row_weights_grad, false);
+  check->pointer("weights_grad", args.weights_grad, false);
+  if (!check->ok()) {
+    return;  // the sizes below would overflow
+  }
   check->multiple("hidden x element size", args.hidden * element_bytes, 16);
   check->range("bytes of a partial row", args.hidden * (args.exact != 0 ? 4 : element_bytes), 16,
                args.context.shape.partial_bytes);
@@ -140,19 +176,37 @@ void check_call(Checker* check, const EpCombineArgs& args) {
   }
 }
 
+// What decides the shape of a launch is equal for all ranks in it.
+void check_alike(Checker* /*check*/, const EpRouteArgs& /*args*/, const EpRouteArgs& /*first*/) {}
+
+void check_alike(Checker* check, const EpDispatchArgs& args, const EpDispatchArgs& first) {
+  check->equal("row_bytes", args.row_bytes, first.row_bytes);
+  check->equal("duplicate", args.duplicate, first.duplicate);
+}
+
+void check_alike(Checker* check, const EpCombineArgs& args, const EpCombineArgs& first) {
+  check->equal("hidden", args.hidden, first.hidden);
+  check->equal("dtype", args.dtype, first.dtype);
+  check->equal("exact", args.exact, first.exact);
+  check->equal("form", args.form, first.form);
+}
+
 template <class Args>
 EpStatus run(const Args* ranks, int num_ranks, void* stream,
              cudaError_t (*launch)(const Args*, int, cudaStream_t)) {
-  if (ranks == nullptr || num_ranks < 1 || num_ranks > EP_WORLD_RANKS) {
+  if (num_ranks < 1 || num_ranks > EP_WORLD_RANKS) {
     return refuse("num_ranks is " + std::to_string(num_ranks) + "; one launch takes 1 to " +
                   std::to_string(EP_WORLD_RANKS));
+  }
+  if (ranks == nullptr) {
+    return refuse("the arguments are NULL");
   }
   Checker check;
   for (int rank = 0; rank < num_ranks; ++rank) {
     check_call(&check, ranks[rank]);
-    if (ranks[rank].context.shape.num_channels != ranks[0].context.shape.num_channels) {
-      check.fail("num_channels differs between the ranks of one launch; it must be equal");
-    }
+    check.equal("num_channels", ranks[rank].context.shape.num_channels,
+                ranks[0].context.shape.num_channels);
+    check_alike(&check, ranks[rank], ranks[0]);
   }
   if (check.status() != EP_OK) {
     return EP_INVALID_ARGUMENT;
@@ -188,11 +242,11 @@ EpStatus ep_make_window_layout(const EpWindowShape* shape, EpWindowLayout* layou
 }
 
 int64_t ep_max_records(const EpWindowShape* shape) {
-  return ep::max_records(*shape);
+  return shape == nullptr ? 0 : ep::max_records(*shape);
 }
 
 int64_t ep_chunk_stride(const EpWindowShape* shape) {
-  return ep::chunk_stride(*shape);
+  return shape == nullptr ? 0 : ep::chunk_stride(*shape);
 }
 
 EpStatus ep_route(const EpRouteArgs* args, void* stream) {

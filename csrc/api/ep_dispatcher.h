@@ -147,7 +147,7 @@ typedef struct EpContext {
   EpWindowLayout window;
   int32_t ep_rank;
   int32_t num_local_experts;   /* L */
-  uint64_t timeout_ns;         /* deadline of each wait, from the start of its kernel */
+  uint64_t timeout_ns;         /* not 0; deadline of each wait, from the start of its kernel */
   const int32_t* expert_rank;  /* device [E]: owner of each expert */
   const int32_t* expert_local; /* device [E]: its index among the owner's experts, ascending id */
   const int32_t* expert_order; /* device [E]: experts by (owner, id) */
@@ -200,10 +200,10 @@ typedef struct EpDispatchArgs {
   EpContext context;
   EpPlan plan;
   const void* x;             /* [T, row_bytes]; 16-byte aligned */
-  const float* topk_weights; /* [T, K], or NULL: no weights travel */
+  const float* topk_weights; /* [T, K]; NULL on all ranks, or where T is 0 */
   int64_t row_bytes;         /* a multiple of 16 */
   int64_t recv_x_offset;     /* of [recv_rows, row_bytes] in this rank's window; 16-byte aligned */
-  int64_t recv_weights_offset; /* of float [recv_rows]; -1 if topk_weights is NULL */
+  int64_t recv_weights_offset; /* of float [recv_rows]; -1 on all ranks if no weights travel */
   int64_t recv_rows;           /* rows there; those that receive no copy are zeroed */
   int32_t duplicate;           /* EpDuplicate */
   int32_t reserved;
@@ -238,7 +238,7 @@ EP_API const char* ep_last_error(void);
 
 EP_API EpStatus ep_make_window_layout(const EpWindowShape* shape, EpWindowLayout* layout);
 
-/* Records that a plan needs room for, and entries of one row of chunk_first. */
+/* Records that a plan needs room for, and entries of one row of chunk_first; 0 for NULL. */
 EP_API int64_t ep_max_records(const EpWindowShape* shape);
 EP_API int64_t ep_chunk_stride(const EpWindowShape* shape);
 

@@ -167,11 +167,20 @@ void bind_calls(py::module_& module) {
   bind_call<EpCombineArgs>(module, "combine", &ep_combine, &ep_combine_world);
 }
 
+// What lies at an address that Python passes.
+template <class Struct>
+const Struct* at_address(const char* name, uintptr_t address) {
+  if (address == 0) {
+    throw std::invalid_argument(std::string(name) + " is 0; it must be the address of host memory");
+  }
+  return reinterpret_cast<const Struct*>(address);
+}
+
 // Waits until route has written the mailbox; False if the fault came first or time ran out.
 bool wait_for_mailbox(uintptr_t mailbox, uint64_t ticket, uintptr_t fault, double timeout_s) {
   constexpr int kSpinsPerCheck = 1024;
-  const auto* letter = reinterpret_cast<const EpMailbox*>(mailbox);
-  const auto* filed = reinterpret_cast<const EpFault*>(fault);
+  const auto* letter = at_address<EpMailbox>("mailbox", mailbox);
+  const auto* filed = at_address<EpFault>("fault", fault);
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
   for (int spins = 1; __atomic_load_n(&letter->ticket, __ATOMIC_ACQUIRE) != ticket; ++spins) {
     if (spins % kSpinsPerCheck == 0) {
@@ -205,9 +214,8 @@ void bind_host_words(py::module_& module) {
   module.attr("MAILBOX_BYTES") = sizeof(EpMailbox);
   module.attr("FAULT_BYTES") = sizeof(EpFault);
   module.def("read_mailbox",
-             [](uintptr_t at) { return EpMailbox(*reinterpret_cast<const EpMailbox*>(at)); });
-  module.def("read_fault",
-             [](uintptr_t at) { return EpFault(*reinterpret_cast<const EpFault*>(at)); });
+             [](uintptr_t at) { return EpMailbox(*at_address<EpMailbox>("mailbox", at)); });
+  module.def("read_fault", [](uintptr_t at) { return EpFault(*at_address<EpFault>("fault", at)); });
   module.def("wait_for_mailbox", &wait_for_mailbox, py::arg("mailbox"), py::arg("ticket"),
              py::arg("fault"), py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>());
 }

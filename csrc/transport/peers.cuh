@@ -1,5 +1,5 @@
 // Peers: the ranks of one NVLink domain as plain pointers into their windows.
-// The table comes from NCCL (ncclGetLsaDevicePointer) between processes, or from ordinary
+// The table comes from NCCL (ncclGetPeerDevicePointer) between processes, or from ordinary
 // allocations where several ranks share one GPU: the same code runs on both.
 #pragma once
 

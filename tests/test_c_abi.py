@@ -1,0 +1,218 @@
+"""The C ABI refuses, by name and before a launch, what would break the GPU's context or hang.
+
+On any machine: addresses here are numbers that nobody follows. A call that passes all checks gets
+as far as its launch, for which these tests need a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ep_dispatcher import UnavailableError, native
+
+ADDRESS = 1 << 28
+LAYOUT = {
+    "ep_size": 4, "num_experts": 16, "num_topk": 4, "num_channels": 4, "ring_depth": 16,
+    "max_tokens": 128, "partial_bytes": 1024,
+}  # fmt: skip
+CONTEXT_POINTERS = ("expert_rank", "expert_local", "expert_order", "owner_first", "fault")
+PLAN_POINTERS = (
+    "dst_rank", "dst_row", "contributor", "counts", "tokens_per_expert",
+    "padded_tokens_per_expert", "expert_offsets", "totals", "record_header", "record_row",
+    "chunk_first", "source_tokens",
+)  # fmt: skip
+CALLS: dict[str, tuple[str, dict[str, int]]] = {
+    "route": ("RouteArgs", {"topk_idx": ADDRESS, "alignment": 1, "capacity_rows": -1}),
+    "dispatch": (
+        "DispatchArgs",
+        {
+            "x": ADDRESS,
+            "row_bytes": 512,
+            "recv_rows": 10,
+            "recv_x_offset": 1 << 20,
+            "recv_weights_offset": -1,
+        },
+    ),
+    "combine": (
+        "CombineArgs",
+        {"expert_out": ADDRESS, "out": ADDRESS, "hidden": 256, "row_weights_grad_offset": -1},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def module() -> Any:  # noqa: ANN401
+    try:
+        return native.load()
+    except UnavailableError as error:
+        pytest.skip(str(error))
+
+
+def arguments(
+    module: Any,  # noqa: ANN401
+    call: str,
+    fields: dict[str, int] | None = None,
+    *,
+    plan: dict[str, int] | None = None,
+    context: dict[str, int] | None = None,
+) -> Any:  # noqa: ANN401
+    """Arguments that are right but for what is named."""
+    told = module.Context(module.WindowShape(**LAYOUT), 0)
+    told.num_local_experts, told.timeout_ns = 4, 1_000_000_000
+    told.window_bases = [ADDRESS] * LAYOUT["ep_size"]
+    routes = module.PlanPointers()
+    routes.num_tokens, routes.num_topk = 8, 4
+    kind, defaults = CALLS[call]
+    set_all(told, dict.fromkeys(CONTEXT_POINTERS, ADDRESS) | (context or {}))
+    set_all(routes, dict.fromkeys(PLAN_POINTERS, ADDRESS) | (plan or {}))
+    args = getattr(module, kind)(told, routes)
+    set_all(args, defaults | (fields or {}))
+    return args
+
+
+def set_all(struct: Any, fields: dict[str, int]) -> None:  # noqa: ANN401
+    for name, value in fields.items():
+        setattr(struct, name, value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would be launched")
+@pytest.mark.parametrize("call", CALLS)
+def test_right_arguments_pass_every_check(module: Any, call: str) -> None:  # noqa: ANN401
+    """So that what the other tests change is what is refused."""
+    with pytest.raises(RuntimeError, match="the launch failed"):
+        getattr(module, call)(arguments(module, call), 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("ep_size", 73, r"ep_size is 73; it must be in \[1, 72\]"),
+        ("num_topk", 65, "num_topk is 65"),
+        ("max_tokens", -1, "max_tokens is -1"),
+        ("max_tokens", (1 << 62) + 5, "max_tokens is 4611686018427387909"),
+        ("max_tokens", (1 << 63) - 1, "max_tokens is 9223372036854775807"),
+        ("partial_bytes", (1 << 30) + 16, "partial_bytes is 1073741840"),
+    ],
+)
+def test_sizes_of_a_window_out_of_range_are_named(
+    module: Any,  # noqa: ANN401
+    field: str,
+    value: int,
+    words: str,
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        module.WindowLayout(module.WindowShape(**(LAYOUT | {field: value})))
+
+
+@pytest.mark.parametrize(
+    ("call", "field", "value", "words"),
+    [
+        ("route", "topk_idx", 0, "topk_idx is NULL"),
+        ("route", "topk_idx", ADDRESS + 4, "topk_idx is 268435460; it must be a multiple of 8"),
+        ("route", "alignment", 0, "alignment is 0"),
+        ("route", "capacity_rows", 1 << 31, "capacity_rows is 2147483648"),
+        ("route", "mailbox", ADDRESS, "ticket is 0"),
+        ("route", "mailbox", ADDRESS + 4, "multiple of 8"),
+        ("route", "segment_shift", ADDRESS, "segment_tokens is 0"),
+        ("dispatch", "row_bytes", 24, "row_bytes is 24; it must be a multiple of 16"),
+        ("dispatch", "row_bytes", (1 << 63) - 16, "row_bytes is 9223372036854775792"),
+        ("dispatch", "recv_rows", 1 << 31, "recv_rows is 2147483648"),
+        ("dispatch", "recv_x_offset", 4096, r"recv_x_offset is 4096; it must be in \["),
+        ("dispatch", "recv_weights_offset", (1 << 20) + 2, "multiple of 4"),
+        ("dispatch", "recv_weights_offset", -4, r"recv_weights_offset .* is -4"),
+        ("dispatch", "topk_weights", ADDRESS + 2, "topk_weights is"),
+        ("combine", "out", 0, "out is NULL"),
+        ("combine", "hidden", 1 << 62, "hidden is 4611686018427387904"),
+        ("combine", "hidden", 1024, r"bytes of a partial row is 2048; it must be in \[16, 1024\]"),
+        ("combine", "row_weights_grad", ADDRESS, "weights_grad is NULL"),
+        ("combine", "weights_grad", ADDRESS + 2, "weights_grad is"),
+    ],
+)
+def test_arguments_out_of_range_are_named(
+    module: Any,  # noqa: ANN401
+    call: str,
+    field: str,
+    value: int,
+    words: str,
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        getattr(module, call)(arguments(module, call, {field: value}), 0)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("pointer", PLAN_POINTERS)
+def test_a_plan_without_one_of_its_lists_is_refused(module: Any, call: str, pointer: str) -> None:  # noqa: ANN401
+    with pytest.raises(ValueError, match=rf"plan\.{pointer} is NULL"):
+        getattr(module, call)(arguments(module, call, plan={pointer: 0}), 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("timeout_ns", 0, "timeout_ns is 0"),
+        ("timeout_ns", (1 << 64) - 1, "timeout_ns is 18446744073709551615"),
+        ("num_local_experts", 0, "num_local_experts is 0"),
+        ("fault", ADDRESS + 4, "fault is 268435460; it must be a multiple of 8"),
+        ("expert_rank", 0, "expert_rank is NULL"),
+    ],
+)
+def test_a_context_out_of_range_is_refused(
+    module: Any,  # noqa: ANN401
+    field: str,
+    value: int,
+    words: str,
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        module.route(arguments(module, "route", context={field: value}), 0)
+
+
+def test_gradients_without_their_place_are_refused_where_peers_read_them(module: Any) -> None:  # noqa: ANN401
+    args = arguments(module, "combine", {"form": 1, "weights_grad": ADDRESS})
+    with pytest.raises(ValueError, match="row_weights_grad_offset is -1 but weights_grad is not"):
+        module.combine(args, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "field", "value"),
+    [
+        ("dispatch", "row_bytes", 1024),
+        ("dispatch", "duplicate", 1),
+        ("combine", "dtype", 1),
+        ("combine", "form", 1),
+        ("combine", "hidden", 128),
+    ],
+)
+def test_ranks_of_one_launch_must_agree_on_its_shape(
+    module: Any,  # noqa: ANN401
+    call: str,
+    field: str,
+    value: int,
+) -> None:
+    """The launch has the first rank's shared memory."""
+    ranks = [arguments(module, call), arguments(module, call, {field: value})]
+    with pytest.raises(ValueError, match=f"{field} is {value} on one rank of a launch and"):
+        getattr(module, f"{call}_world")(ranks, 0)
+
+
+@pytest.mark.parametrize("num_ranks", [0, 9])
+def test_a_launch_takes_one_to_eight_ranks(module: Any, num_ranks: int) -> None:  # noqa: ANN401
+    with pytest.raises(ValueError, match=f"num_ranks is {num_ranks}; one launch takes 1 to 8"):
+        module.route_world([arguments(module, "route")] * num_ranks, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("mailbox", lambda module: module.read_mailbox(0)),
+        ("fault", lambda module: module.read_fault(0)),
+        ("mailbox", lambda module: module.wait_for_mailbox(0, 1, ADDRESS, 0.1)),
+        ("fault", lambda module: module.wait_for_mailbox(ADDRESS, 1, 0, 0.1)),
+    ],
+)
+def test_no_address_is_refused(module: Any, name: str, read: Callable[[Any], Any]) -> None:  # noqa: ANN401
+    with pytest.raises(ValueError, match=f"{name} is 0; it must be the address of host memory"):
+        read(module)
