@@ -59,6 +59,15 @@ class Routes:
     pointers: Any
     memory: tuple[Tensor, ...]
 
+    def used_on(self, stream: torch.cuda.Stream) -> Any:  # noqa: ANN401
+        """The pointers, for a launch on a stream that may not be the one that planned.
+
+        Users cannot tell torch of it themselves, as they do not see the memory.
+        """
+        for tensor in self.memory:
+            tensor.record_stream(stream)
+        return self.pointers
+
 
 class DeviceBackend:
     """`Backend` over the kernels.
@@ -157,7 +166,7 @@ class DeviceBackend:
         x = _aligned(self._on_device("x", x))
         shape, rows = self._config.shape, plan.num_recv_rows
         outputs = self._session.outputs
-        call = self._module.DispatchArgs(self._session.context, _routes_of(plan).pointers)
+        call = self._module.DispatchArgs(self._session.context, self._pointers_of(plan))
         recv_x = outputs.empty((rows, shape.hidden), self._dtype)
         recv_weights = None
         if topk_weights is not None:
@@ -179,7 +188,7 @@ class DeviceBackend:
         expert_out = _aligned(self._on_device("expert_out", expert_out))
         expert_out = self._reachable(expert_out)
         shape, outputs = self._config.shape, self._session.outputs
-        call = self._module.CombineArgs(self._session.context, _routes_of(plan).pointers)
+        call = self._module.CombineArgs(self._session.context, self._pointers_of(plan))
         call.row_weights_grad_offset = -1
         gathers = self.combine_form == "gather"
         out = self._plain((plan.num_tokens, shape.hidden), self._dtype)
@@ -363,6 +372,11 @@ class DeviceBackend:
     def _stream(self) -> int:
         return torch.cuda.current_stream(self._session.device).cuda_stream
 
+    def _pointers_of(self, plan: Plan) -> Any:  # noqa: ANN401
+        """EpPlan, for a launch on the current stream."""
+        assert isinstance(plan.transport, Routes)
+        return plan.transport.used_on(torch.cuda.current_stream(self._session.device))
+
 
 def gpus_of(collectives: Collectives) -> list[RankGpu]:
     """The current GPU of each rank; collective."""
@@ -381,9 +395,3 @@ def _elements(sizes: tuple[int, ...]) -> int:
     for size in sizes:
         total *= size
     return total
-
-
-def _routes_of(plan: Plan) -> Routes:
-    """The device tier's part of a plan that it made."""
-    assert isinstance(plan.transport, Routes)
-    return plan.transport

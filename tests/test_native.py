@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,3 +136,20 @@ def test_more_slots_than_the_kernels_carry_are_refused_with_a_way_out() -> None:
     assert "num_topk is 65" in reason
     assert "at most 64" in reason
     assert "reference tier" in reason
+
+
+def test_memory_of_a_plan_is_kept_for_the_stream_of_each_launch() -> None:
+    """Torch would else give it away while another stream than the planning one still reads it."""
+
+    class Memory:
+        def __init__(self) -> None:
+            self.used_on: list[object] = []
+
+        def record_stream(self, stream: object) -> None:
+            self.used_on.append(stream)
+
+    memory = (Memory(), Memory())
+    routes = device.Routes("pointers", memory)  # type: ignore[arg-type]
+    stream: Any = "communication"
+    assert routes.used_on(stream) == "pointers"
+    assert [part.used_on for part in memory] == [["communication"], ["communication"]]
