@@ -74,6 +74,7 @@ class SegmentOffer:
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
 
+MAX_BASE_ENTRIES: int  # experts of one rank x ranks of its domain
 MAILBOX_BYTES: int
 FAULT_BYTES: int
 

@@ -26,6 +26,7 @@ DTYPE_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}  # EpDtype
 _FORM_CODES = {"push": 0, "gather": 1}  # EpCombineForm
 _DUPLICATE_CODES = {"sender": 0, "receiver": 1}  # EpDuplicate
 _MAX_TOPK = 64  # EP_MAX_TOPK
+_MAX_ROWS = (1 << 31) - 1  # rows travel as 32-bit words
 _REFUSED_ALIGNMENT = 4095  # no power of two, so no rank can have asked for it
 _TICKET_BYTES = 8
 _WAIT_SLICE_S = 0.05
@@ -41,6 +42,11 @@ def unavailable_reason(config: EpConfig) -> str | None:
             f"num_topk is {config.shape.num_topk}; the device tier carries at most {_MAX_TOPK} "
             "slots a token (padding experts to a capacity makes a slot of every expert: turn "
             "moe_pad_expert_input_to_capacity off, or take the reference tier)"
+        )
+    if config.recv_capacity_rows is not None and config.recv_capacity_rows > _MAX_ROWS:
+        return (
+            f"recv_capacity_rows is {config.recv_capacity_rows}; the device tier takes at most "
+            f"{_MAX_ROWS} rows"
         )
     if not torch.cuda.is_available():
         return "no GPU is visible to torch"

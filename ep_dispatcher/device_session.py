@@ -181,6 +181,7 @@ def open_session(collectives: Collectives, config: EpConfig, placement: Placemen
     arena, rails = None, None
     module = native.load()
     with reasons:
+        check_table_fits(placement, topology.domain_size, module.MAX_BASE_ENTRIES)
         control_bytes = control_bytes_of(module, config, domain)
         control_bytes = -(-control_bytes // _HEAP_ALIGNMENT_BYTES) * _HEAP_ALIGNMENT_BYTES
         arena = module.Arena(communicator, control_bytes, heap_bytes_of(config, topology))
@@ -198,6 +199,28 @@ def open_session(collectives: Collectives, config: EpConfig, placement: Placemen
 
 _ERROR_RANK_MASK = 0xFFFF  # who filed; see args.h
 _HEAP_ALIGNMENT_BYTES = 4096
+
+
+def check_table_fits(placement: Placement, domain_size: int, max_entries: int) -> None:
+    """Refuse a table of experts that `route` has no room for, before any rank waits for another.
+
+    Args:
+        placement: owner of each expert.
+        domain_size: ranks of a domain.
+        max_entries: experts of one rank x ranks of its domain, at most.
+
+    Raises:
+        UnavailableError: on all ranks alike; names the first rank that owns too many experts.
+    """
+    most = max_entries // domain_size
+    for rank in range(placement.ep_size):
+        owned = placement.expert_rank.count(rank)
+        if owned > most:
+            raise UnavailableError(
+                f"expert_rank gives rank {rank} {owned} experts; with {domain_size} ranks in a "
+                f"domain the device tier has room for {most} on each: spread them more evenly, or "
+                "take the reference tier"
+            )
 
 
 def placement_tables(placement: Placement, device: torch.device) -> dict[str, Tensor]:

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from ep_dispatcher import EpConfig, MoeShape, UnavailableError, device, native
+from ep_dispatcher.device_session import check_table_fits
+from ep_dispatcher.plan import Placement
 
 TOO_OLD = 22809
 
@@ -136,6 +138,21 @@ def test_more_slots_than_the_kernels_carry_are_refused_with_a_way_out() -> None:
     assert "num_topk is 65" in reason
     assert "at most 64" in reason
     assert "reference tier" in reason
+
+
+def test_a_capacity_past_32_bits_is_refused() -> None:
+    shape = MoeShape(hidden=64, num_topk=2, num_experts=8)
+    config = EpConfig(shape=shape, max_tokens_per_rank=8, recv_capacity_rows=1 << 31)
+    assert "recv_capacity_rows is 2147483648" in str(device.unavailable_reason(config))
+
+
+def test_a_rank_with_more_experts_than_route_has_room_for_is_named() -> None:
+    """Equal blocks fit in any case."""
+    check_table_fits(Placement.even(2048, 72), 72, 16384)
+    crowded = Placement((0,) * 5 + (1,) * 6 + (2, 3), 4)
+    check_table_fits(crowded, 4, 24)
+    with pytest.raises(UnavailableError, match=r"rank 1 6 experts; .* room for 5 on each"):
+        check_table_fits(crowded, 4, 23)
 
 
 def test_memory_of_a_plan_is_kept_for_the_stream_of_each_launch() -> None:

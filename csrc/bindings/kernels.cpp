@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "api/ep_dispatcher.h"
+#include "core/args.h"
 
 namespace py = pybind11;
 
@@ -45,6 +46,7 @@ void bind_window(py::module_& module) {
       .def_readonly("partials", &EpWindowLayout::partials)
       .def_readonly("slot_bytes", &EpWindowLayout::slot_bytes)
       .def_readonly("total_bytes", &EpWindowLayout::total_bytes);
+  module.attr("MAX_BASE_ENTRIES") = kMaxBaseEntries;
   module.def("max_records", [](const EpWindowShape& shape) { return ep_max_records(&shape); });
   module.def("chunk_stride", [](const EpWindowShape& shape) { return ep_chunk_stride(&shape); });
 }
