@@ -47,7 +47,7 @@ part_windows() { # processes, by the number of ranks
   for ranks in 4 2 8; do
     check "windows $ranks ranks" 200 "${TESTS[@]}" tests/test_device.py -k "${ranks}ranks"
   done
-  check "native module, host" 120 "${TESTS[@]}" tests/test_native.py
+  check "native module, host" 120 "${TESTS[@]}" tests/test_native.py tests/test_c_abi.py
   check "rows on two streams" 90 "${TESTS[@]}" tests/test_device_memory.py
   stop_mps
 }
