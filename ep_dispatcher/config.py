@@ -186,7 +186,7 @@ class EpConfig:
         if self.recv_capacity_rows is not None:
             _check_int("recv_capacity_rows", self.recv_capacity_rows, 0)
         if self.output_bytes is not None:
-            _check_int("output_bytes", self.output_bytes, 16 << 20)
+            _check_int("output_bytes", self.output_bytes, 16 << 20, 1 << 46)
         if self.virtual_domain_size is not None:
             _check_int("virtual_domain_size", self.virtual_domain_size, 1)
         if self.precision not in ("rounded", "exact"):

@@ -139,7 +139,7 @@ class DeviceSession:
         context = self.module.Context(self.shape, domain.index)
         context.first_rank = domain.first_rank
         context.num_local_experts = len(domain.placement.local_experts(domain.ep_rank))
-        context.timeout_ns = int(self._timeout_s * 1e9)
+        context.timeout_ns = max(1, int(self._timeout_s * 1e9))
         last_rank = domain.first_rank + domain.topology.domain_size
         context.window_bases = self._arena.window_bases[domain.first_rank : last_rank]
         context.fault = self.fault_address

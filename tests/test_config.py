@@ -46,6 +46,8 @@ def test_common_widths_are_allowed(hidden: int, dtype: str) -> None:
         ({"alignment": 0}, "alignment is 0"),
         ({"alignment": 3}, "alignment is 3; it must be a power of two"),
         ({"recv_capacity_rows": -5}, "recv_capacity_rows is -5"),
+        ({"output_bytes": 1 << 20}, "output_bytes is 1048576"),
+        ({"output_bytes": 1 << 63}, "output_bytes is 9223372036854775808"),
         ({"virtual_domain_size": 0}, "virtual_domain_size is 0"),
         ({"precision": "fp32"}, "precision is 'fp32'; it must be 'rounded' or 'exact'"),
         ({"tier": "gpu"}, "tier is 'gpu'; it must be 'auto', 'reference' or 'device'"),
