@@ -84,9 +84,6 @@ struct CombineBlock {
     const int64_t at = args.segment_tokens == 0 ? token : token % args.segment_tokens;
     return args.weights_grad + at * args.plan.num_topk;
   }
-  __device__ int64_t partial_bytes(int element_bytes) const {
-    return args.hidden * (args.exact != 0 ? 4 : element_bytes);
-  }
 
   const EpCombineArgs& args;
   const EpContext& context;

@@ -1,9 +1,9 @@
 // Every wait for another thread block or another rank goes through here, and none is unbounded.
 //
 // A wait that expires files one EpFault for its rank in pinned host memory, then sets the error
-// word of every peer, so that they leave as well and file the same. Nothing traps: each block returns, the CUDA
-// context survives, and the host raises EpTimeoutError. A group that saw a fault is finished: its
-// epochs no longer agree.
+// word of every peer, so that they leave as well and file the same. Nothing traps: each block
+// returns, the CUDA context survives, and the host raises EpTimeoutError. A group that saw a fault
+// is finished: its epochs no longer agree.
 #pragma once
 
 #include "transport/memory.cuh"
