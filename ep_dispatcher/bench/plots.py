@@ -26,7 +26,20 @@ from ep_dispatcher.bench.page_data import (
 )
 
 Points = dict[str, list[tuple[float, float]]]
-_COLOURS = ("#0b6e4f", "#c8553d", "#3d5a80", "#e0a458", "#7d4e7a", "#5b8e7d", "#888888", "#222222")
+_COLOURS = (
+    "#0b6e4f",
+    "#c8553d",
+    "#3d5a80",
+    "#e0a458",
+    "#7d4e7a",
+    "#888888",
+    "#222222",
+    "#1f9bcf",
+    "#d1478f",
+    "#8c6d1f",
+    "#6f42c1",
+    "#a3b18a",
+)
 _PHASE_COLOURS = {
     "plan": "#9aa5b1",
     "permute": "#e0a458",
