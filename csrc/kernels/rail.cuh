@@ -277,10 +277,14 @@ class RoleClock {
 #endif
 };
 
-// One launch for one rank or for those of a whole world; `blocks` for each rank.
+// Blocks of a launch that carry out what the others put.
+template <class Net>
+constexpr int kWorkerBlocks = Net::kNeedsWorker ? 1 : 0;
+
+// Hands the arguments of all ranks to one launch.
 template <class Args, int kRanks>
-cudaError_t launch_rail(void (*kernel)(World<Args, kRanks>), const Args* ranks, int num_ranks,
-                        int blocks, LaunchShape shape, cudaStream_t stream) {
+cudaError_t launch_world(void (*kernel)(World<Args, kRanks>), const Args* ranks, int num_ranks,
+                         int blocks, LaunchShape shape, cudaStream_t stream) {
   World<Args, kRanks> world{};
   for (int rank = 0; rank < num_ranks; ++rank) {
     world.rank[rank] = ranks[rank];
@@ -294,6 +298,15 @@ cudaError_t launch_rail(void (*kernel)(World<Args, kRanks>), const Args* ranks, 
   kernel<<<static_cast<unsigned>(num_ranks * blocks), static_cast<unsigned>(shape.threads),
            static_cast<size_t>(bytes), stream>>>(world);
   return cudaGetLastError();
+}
+
+// One launch for one rank, by `alone`, or for those of a whole world; `blocks` for each rank.
+template <class Args>
+cudaError_t launch_rail(void (*alone)(World<Args, 1>),
+                        void (*together)(World<Args, EP_WORLD_RANKS>), const Args* ranks,
+                        int num_ranks, int blocks, LaunchShape shape, cudaStream_t stream) {
+  return num_ranks == 1 ? launch_world(alone, ranks, 1, blocks, shape, stream)
+                        : launch_world(together, ranks, num_ranks, blocks, shape, stream);
 }
 
 }  // namespace ep

@@ -98,7 +98,7 @@ class RailRows {
 // Blocks of a launch beside the forwarding ones: they put, and carry out what others put.
 template <class Net>
 EP_HOST_DEVICE constexpr int rail_blocks_of(const EpRailDispatchArgs& args) {
-  return args.sent != 0 ? 0 : args.rail.num_blocks + (Net::kNeedsWorker ? 1 : 0);
+  return args.sent != 0 ? 0 : args.rail.num_blocks + kWorkerBlocks<Net>;
 }
 
 template <class Net>
@@ -161,11 +161,8 @@ cudaError_t launch_rail_dispatch_on(const EpRailDispatchArgs* ranks, int num_ran
   const SendShape shape = send_shape(any.domain.row_bytes, any.domain.duplicate);
   const LaunchShape launch = {32 * (shape.warps + shape.duplicators), dispatch_shared_bytes(shape)};
   const int blocks = any.domain.context.shape.num_channels + rail_blocks_of<Net>(any);
-  return num_ranks == 1 ? launch_rail<EpRailDispatchArgs, 1>(rail_dispatch_kernel<Net, 1>, ranks, 1,
-                                                             blocks, launch, stream)
-                        : launch_rail<EpRailDispatchArgs, EP_WORLD_RANKS>(
-                              rail_dispatch_kernel<Net, EP_WORLD_RANKS>, ranks, num_ranks, blocks,
-                              launch, stream);
+  return launch_rail(rail_dispatch_kernel<Net, 1>, rail_dispatch_kernel<Net, EP_WORLD_RANKS>, ranks,
+                     num_ranks, blocks, launch, stream);
 }
 
 }  // namespace ep

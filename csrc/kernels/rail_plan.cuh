@@ -159,7 +159,7 @@ __device__ void rail_exchange(const EpRailPlanArgs& args, int channel, int32_t* 
   const RailView view(args.context, args.rail);
   const Net net(args.context, args.rail);
   const int producers = args.context.shape.num_channels;
-  const int blocks = producers + (Net::kNeedsWorker ? 1 : 0);
+  const int blocks = producers + kWorkerBlocks<Net>;
   const bool works = begin_rail(view, kRailExchange, watch);
   if constexpr (Net::kNeedsWorker) {
     if (channel == producers) {

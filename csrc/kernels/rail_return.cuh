@@ -263,7 +263,7 @@ __device__ void rail_return_block(const EpRailReturnArgs& args, int block, Watch
       net.finish();
     }
   }
-  end_rail(view, kRailReturn, *watch, putting + adding + (Net::kNeedsWorker ? 1 : 0));
+  end_rail(view, kRailReturn, *watch, putting + adding + kWorkerBlocks<Net>);
 }
 
 template <class Net, EpDtype kDtype, bool kExact, int kRanks>
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kReturnThreads, 1)
   __shared__ Watch watch;
   const EpRailReturnArgs& any = world.rank[0];
   const int blocks =
-      any.domain.context.shape.num_channels + any.rail.num_blocks + (Net::kNeedsWorker ? 1 : 0);
+      any.domain.context.shape.num_channels + any.rail.num_blocks + kWorkerBlocks<Net>;
   rail_return_block<Net, kDtype, kExact>(world.rank[rank_of_block<kRanks>(blocks)],
                                          static_cast<int>(blockIdx.x) % blocks, &watch);
 }
@@ -281,14 +281,11 @@ template <class Net, EpDtype kDtype, bool kExact>
 cudaError_t launch_return(const EpRailReturnArgs* ranks, int num_ranks, cudaStream_t stream) {
   const EpRailReturnArgs& any = ranks[0];
   const int blocks =
-      any.domain.context.shape.num_channels + any.rail.num_blocks + (Net::kNeedsWorker ? 1 : 0);
+      any.domain.context.shape.num_channels + any.rail.num_blocks + kWorkerBlocks<Net>;
   const LaunchShape shape = {kReturnThreads, 0};
-  return num_ranks == 1
-             ? launch_rail<EpRailReturnArgs, 1>(rail_return_kernel<Net, kDtype, kExact, 1>, ranks,
-                                                1, blocks, shape, stream)
-             : launch_rail<EpRailReturnArgs, EP_WORLD_RANKS>(
-                   rail_return_kernel<Net, kDtype, kExact, EP_WORLD_RANKS>, ranks, num_ranks,
-                   blocks, shape, stream);
+  return launch_rail(rail_return_kernel<Net, kDtype, kExact, 1>,
+                     rail_return_kernel<Net, kDtype, kExact, EP_WORLD_RANKS>, ranks, num_ranks,
+                     blocks, shape, stream);
 }
 
 template <class Net>

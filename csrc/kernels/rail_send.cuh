@@ -231,7 +231,7 @@ __device__ void rail_send_block(const EpRailSendArgs& args, int block, Watch* wa
       net.finish();
     }
   }
-  end_rail(view, kRailSend, *watch, putting + (Net::kNeedsWorker ? 1 : 0));
+  end_rail(view, kRailSend, *watch, putting + kWorkerBlocks<Net>);
 }
 
 constexpr int kSendThreads = 32 * EP_RAIL_WARPS;
@@ -240,20 +240,17 @@ template <class Net, int kRanks>
 __global__ void __launch_bounds__(kSendThreads, 1)
     rail_send_kernel(const __grid_constant__ World<EpRailSendArgs, kRanks> world) {
   __shared__ Watch watch;
-  const int blocks = world.rank[0].rail.num_blocks + (Net::kNeedsWorker ? 1 : 0);
+  const int blocks = world.rank[0].rail.num_blocks + kWorkerBlocks<Net>;
   rail_send_block<Net>(world.rank[rank_of_block<kRanks>(blocks)],
                        static_cast<int>(blockIdx.x) % blocks, &watch);
 }
 
 template <class Net>
 cudaError_t launch_rail_send_on(const EpRailSendArgs* ranks, int num_ranks, cudaStream_t stream) {
-  const int blocks = ranks[0].rail.num_blocks + (Net::kNeedsWorker ? 1 : 0);
+  const int blocks = ranks[0].rail.num_blocks + kWorkerBlocks<Net>;
   const LaunchShape shape = {kSendThreads, 0};
-  return num_ranks == 1
-             ? launch_rail<EpRailSendArgs, 1>(rail_send_kernel<Net, 1>, ranks, 1, blocks, shape,
-                                              stream)
-             : launch_rail<EpRailSendArgs, EP_WORLD_RANKS>(rail_send_kernel<Net, EP_WORLD_RANKS>,
-                                                           ranks, num_ranks, blocks, shape, stream);
+  return launch_rail(rail_send_kernel<Net, 1>, rail_send_kernel<Net, EP_WORLD_RANKS>, ranks,
+                     num_ranks, blocks, shape, stream);
 }
 
 }  // namespace ep
