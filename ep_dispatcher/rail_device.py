@@ -41,7 +41,8 @@ class RailBackend(DeviceBackend):
             return None
         routes = plan.transport
         assert isinstance(routes, Routes)
-        kept = RailRoutes(routes.pointers, routes.memory, self._targets["dst_rank"])
+        dst_rank = self._targets["dst_rank"]
+        kept = RailRoutes(routes.pointers, (*routes.memory, dst_rank), dst_rank)
         return dataclasses.replace(plan, transport=kept)
 
     def _plan_memory(self, num_tokens: int) -> tuple[dict[str, Tensor], Any]:

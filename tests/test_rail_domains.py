@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -12,6 +14,8 @@ from ep_dispatcher import (
     Topology,
     Tuning,
 )
+from ep_dispatcher.device import DeviceBackend, Routes
+from ep_dispatcher.rail_device import RailBackend, RailRoutes
 from ep_dispatcher.rail_memory import rail_blocks, segment_tokens
 from ep_dispatcher.rails import DomainView, num_contexts, owner_tables
 
@@ -80,3 +84,18 @@ def test_contexts_are_enough_for_queues_that_never_fill(
 ) -> None:
     """16 puts a lane and a signal for each 32 tokens, spread over contexts of 256 posts."""
     assert num_contexts(lanes, max_tokens) == contexts
+
+
+def test_targets_in_other_domains_are_memory_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that they too are kept for the stream of each launch."""
+    routing, dst_rank = torch.zeros(1), torch.ones(1)
+    plan = dataclasses.make_dataclass("plan", ["transport"])(Routes("pointers", (routing,)))
+    monkeypatch.setattr(DeviceBackend, "plan", lambda *_: plan)
+    backend = RailBackend.__new__(RailBackend)
+    backend._targets = {"dst_rank": dst_rank}
+    made = backend.plan(None, 1, None)
+    assert made is not None
+    routes = made.transport
+    assert isinstance(routes, RailRoutes)
+    assert routes.dst_rank is dst_rank
+    assert [id(part) for part in routes.memory] == [id(routing), id(dst_rank)]
