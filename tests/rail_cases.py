@@ -57,13 +57,29 @@ def new_rail_round(
 
 def rail_plan(world: RailWorld, work: Round, *, streams: bool = False) -> list[RailPlan]:
     """Run the kernels of a plan; nothing is checked."""
+    plans = start_rail_plan(world, work, streams=streams)
+    finish_rail_plan(world, work, plans, streams=streams)
+    return plans
+
+
+def start_rail_plan(world: RailWorld, work: Round, *, streams: bool = False) -> list[RailPlan]:
+    """Run what brings the routing, and nothing that needs counts."""
     plans = [world.new_rail_plan(rank, *topk.shape) for rank, topk in enumerate(work.topk_idx)]
-    calls = world.rail_plan_calls(plans, work.topk_idx, work.alignment, work.capacity_rows)
-    world.launch("rail_exchange", calls, streams=streams)
-    world.launch("rail_counts", calls, streams=streams)
+    world.launch("rail_exchange", _plan_calls(world, work, plans), streams=streams)
+    return plans
+
+
+def finish_rail_plan(
+    world: RailWorld, work: Round, plans: Sequence[RailPlan], *, streams: bool = False
+) -> None:
+    """Run the rest of a plan's kernels."""
+    world.launch("rail_counts", _plan_calls(world, work, plans), streams=streams)
     route = world.virtual_route_calls(plans, work.alignment, work.capacity_rows)
     world.launch("route", route, streams=streams)
-    return plans
+
+
+def _plan_calls(world: RailWorld, work: Round, plans: Sequence[RailPlan]) -> list[Any]:
+    return world.rail_plan_calls(plans, work.topk_idx, work.alignment, work.capacity_rows)
 
 
 def rail_dispatch(

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from kernel_world import check_plans, check_rows, check_sums
 from rail_cases import (
     WORLDS,
+    finish_rail_plan,
     new_rail_round,
     new_rail_world,
     no_faults,
     rail_combine,
     rail_dispatch,
     rail_plan,
+    start_rail_plan,
 )
 from torch import Tensor
 
 from ep_dispatcher.bench.one_gpu_spec import Round
-from ep_dispatcher.bench.rail_world import RailPlan, RailWorld
+from ep_dispatcher.bench.rail_world import RailWorld
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -31,22 +31,6 @@ def _send(world: RailWorld, work: Round, *, weights: bool = True) -> None:
     world.launch("rail_send", world.rail_send_calls(work.topk_idx, work.x, topk_weights))
 
 
-def _exchange(world: RailWorld, work: Round) -> list[RailPlan]:
-    plans = [world.new_rail_plan(rank, *topk.shape) for rank, topk in enumerate(work.topk_idx)]
-    world.launch("rail_exchange", _plan_calls(world, work, plans))
-    return plans
-
-
-def _finish_plan(world: RailWorld, work: Round, plans: Sequence[RailPlan]) -> None:
-    world.launch("rail_counts", _plan_calls(world, work, plans))
-    route = world.virtual_route_calls(plans, work.alignment, work.capacity_rows)
-    world.launch("route", route)
-
-
-def _plan_calls(world: RailWorld, work: Round, plans: Sequence[RailPlan]) -> list[object]:
-    return world.rail_plan_calls(plans, work.topk_idx, work.alignment, work.capacity_rows)
-
-
 @pytest.mark.parametrize("net", ["loop", "chaos"])
 @pytest.mark.parametrize(("num_domains", "domain_size"), WORLDS)
 def test_records_are_there_before_the_counts_are_exchanged(
@@ -55,14 +39,14 @@ def test_records_are_there_before_the_counts_are_exchanged(
     world = new_rail_world(num_domains, domain_size, net=net, mutations=True)
     for seed, kind in enumerate(("uniform", "duplicates", "mostly_dropped")):
         work = new_rail_round(world, kind, seed)
-        plans = _exchange(world, work)
+        plans = start_rail_plan(world, work)
         before = [world.put_counts(rank) for rank in range(world.shape.ep_size)]
         _send(world, work)
         torch.cuda.synchronize()  # and nobody has counted yet
         for rank, expected in enumerate(work.plans):
             sent = (world.put_counts(rank) - before[rank])[:, 0].tolist()
             assert sent == _tokens_by_domain(expected.dst_rank, rank, num_domains, domain_size)
-        _finish_plan(world, work, plans)
+        finish_rail_plan(world, work, plans)
         check_plans(world, work, plans)
         check_rows(work, rail_dispatch(world, work, plans, sent=True))
         check_sums(work, rail_combine(world, work, plans))
@@ -88,11 +72,11 @@ def test_a_send_may_run_beside_the_rest_of_the_plan(net: str) -> None:
     works = [new_rail_round(world, kind, seed) for seed, kind in enumerate(("uniform", "skewed"))]
     for epoch in range(12):
         work = works[epoch % 2]
-        plans = _exchange(world, work)
+        plans = start_rail_plan(world, work)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             _send(world, work)
-        _finish_plan(world, work, plans)
+        finish_rail_plan(world, work, plans)
         rows = rail_dispatch(world, work, plans, sent=True, duplicate=epoch % 2)
         torch.cuda.current_stream().wait_stream(side)
         sums = rail_combine(world, work, plans)
@@ -106,9 +90,9 @@ def test_rows_past_the_capacity_travel_and_are_dropped() -> None:
     world = new_rail_world()
     for capacity_rows in (0, 40, 1000):
         work = new_rail_round(world, capacity_rows=capacity_rows)
-        plans = _exchange(world, work)
+        plans = start_rail_plan(world, work)
         _send(world, work)
-        _finish_plan(world, work, plans)
+        finish_rail_plan(world, work, plans)
         check_plans(world, work, plans)
         check_rows(work, rail_dispatch(world, work, plans, sent=True))
         check_sums(work, rail_combine(world, work, plans))
