@@ -214,7 +214,7 @@ def check_table_fits(placement: Placement, domain_size: int, max_entries: int) -
     """
     most = max_entries // domain_size
     for rank in range(placement.ep_size):
-        owned = placement.expert_rank.count(rank)
+        owned = len(placement.local_experts(rank))
         if owned > most:
             raise UnavailableError(
                 f"expert_rank gives rank {rank} {owned} experts; with {domain_size} ranks in a "

@@ -148,6 +148,15 @@ class Bench:
             if name == "combine":
                 self._check_sums(grads=phase.startswith("dispatch_backward"))
 
+    def check_last_pair(self) -> None:
+        """Compare what the last pair of dispatch and combine has left with the specification.
+
+        Raises:
+            AssertionError: a bit differs.
+        """
+        self._check_rows()
+        self._check_sums(grads=True)
+
     def _check_sums(self, *, grads: bool) -> None:
         for rank, out in enumerate(self.out):
             assert_same_bits("out", out, self.work.out[rank])
@@ -234,9 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ring-depth", type=int, default=RING_DEPTH)
     parser.add_argument("--kernels", default="ep_kernels", help="module to time")
     options = parser.parse_args(arguments)
-    log = log_of_module(
-        options.out, "ep_dispatcher.bench.kernels_one_gpu", arguments or sys.argv[1:]
-    )
+    words = arguments or sys.argv[1:]
+    log = options.out and log_of_module(options.out, "ep_dispatcher.bench.kernels_one_gpu", words)
     kernels = load_kernels(options.kernels)
     ceiling = copy_rate_gbps()
     print(f"device copy {ceiling:.0f} GB/s read plus written")  # noqa: T201

@@ -296,7 +296,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--role-kernels", default="ep_kernels_mutated", help="module for roles; empty: none"
     )
     options = parser.parse_args(arguments)
-    log = log_of_module(options.out, "ep_dispatcher.bench.rails_one_gpu", arguments or sys.argv[1:])
+    words = arguments or sys.argv[1:]
+    log = options.out and log_of_module(options.out, "ep_dispatcher.bench.rails_one_gpu", words)
     kernels = load_kernels(options.kernels)
     role_kernels = load_kernels(options.role_kernels) if options.role_kernels else None
     settings = [replace(setting, num_tokens=options.tokens) for setting in SETTINGS]

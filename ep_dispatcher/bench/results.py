@@ -88,16 +88,14 @@ def summarise_times(times_us: Sequence[float]) -> dict[str, float | int]:
     }
 
 
-def log_of_module(path: Path | None, module: str, words: Sequence[str]) -> ResultLog | None:
-    """The log of `python -m MODULE WORDS`; None without a path.
+def log_of_module(path: Path, module: str, words: Sequence[str]) -> ResultLog:
+    """The log of `python -m MODULE WORDS`.
 
     Args:
         path: file to append to; recorded in the command by its name alone.
         module: dotted name.
         words: its arguments.
     """
-    if path is None:
-        return None
     short = [path.name if word == str(path) else word for word in words]
     return ResultLog(path, ["python", "-m", module, *short])
 

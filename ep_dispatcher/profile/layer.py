@@ -359,7 +359,6 @@ def measure(words: Sequence[str], config: TrainConfig, runtime: Runtime) -> None
     bench = LayerBench(config, runtime, chunks, delayed=args.delayed)
     bench.run(args.rounds)
     log = log_of_module(args.out, "ep_dispatcher.profile.layer", words)
-    assert log is not None
     _report(bench, config, runtime, log)
     if args.spans is not None:
         _write_spans(bench, runtime, args.spans)

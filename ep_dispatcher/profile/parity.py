@@ -250,7 +250,6 @@ def compare(words: Sequence[str], config: TrainConfig, runtime: Runtime) -> None
     torch.use_deterministic_algorithms(True, warn_only=True)  # of what is Megatron's and torch's
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     log = log_of_module(args.out, "ep_dispatcher.profile.parity", words)
-    assert log is not None
     found = []
     for seed in args.seeds or [config.train.seed]:
         seeded = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
