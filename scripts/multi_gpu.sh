@@ -11,7 +11,7 @@
 #                  (default: runs/multi_gpu)
 # --budget         seconds for all of it (default: 530); parts that do not fit are left out and say so
 # --quick          every part, with one cell of two backends and few tests: about two minutes
-# --cpu            the same steps over gloo with tiny shapes, N ranks: shows that the script works
+# --cpu            no GPU: tests, benchmark, overlap and report over gloo with tiny shapes, N ranks
 # --commit         recorded where the source tree has no git folder to tell it
 #
 # PYTHON, NCCL_HOME as in scripts/shared_gpu.sh. NVLink multicast stays off.
@@ -21,29 +21,52 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/shared_gpu.sh
 export TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 
+# wrong MESSAGE: say what was wrong with the call, and end.
+wrong() {
+  echo "multi_gpu.sh: $1" >&2
+  exit 2
+}
+# whole NAME VALUE LEAST: end unless the value is a whole number, LEAST or more.
+whole() {
+  [[ $2 =~ ^(0|[1-9][0-9]{0,5})$ ]] && (($2 >= $3)) ||
+    wrong "$1 is '$2'; it must be a whole number, $3 or more"
+}
+
 gpus=${1:-}
-[[ $gpus =~ ^[1-9][0-9]*$ ]] || { sed -n '2,19s/^# \{0,1\}//p' "$0"; exit 2; }
+[[ $gpus && $gpus != -h && $gpus != --help ]] || { sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 2; }
+whole N "$gpus" 1
 shift
 per_gpu=1 out=runs/multi_gpu budget_s=530 cpu='' quick='' commit=()
 while (($#)); do
   case $1 in
-    --ranks-per-gpu) per_gpu=$2; shift 2 ;;
-    --out) out=$2; shift 2 ;;
-    --budget) budget_s=$2; shift 2 ;;
-    --quick) quick=1; shift ;;
-    --cpu) cpu=1; shift ;;
-    --commit) commit=(--commit "$2"); shift 2 ;;
-    *) echo "unknown option $1"; exit 2 ;;
+    --quick) quick=1; shift; continue ;;
+    --cpu) cpu=1; shift; continue ;;
+    --ranks-per-gpu | --out | --budget | --commit) ;;
+    *) wrong "unknown option $1; without arguments the script says which there are" ;;
   esac
+  [[ ${2:-} && $2 != --* ]] || wrong "$1 needs a value"
+  case $1 in
+    --ranks-per-gpu) per_gpu=$2 ;;
+    --out) out=$2 ;;
+    --budget) budget_s=$2 ;;
+    --commit) commit=(--commit "$2") ;;
+  esac
+  shift 2
 done
+whole --ranks-per-gpu "$per_gpu" 1
+whole --budget "$budget_s" 60
 ranks=$((gpus * per_gpu))
+"$PYTHON" -c 'import torch, pytest, ep_dispatcher' 2>/dev/null ||
+  wrong "$PYTHON cannot import torch, pytest and ep_dispatcher; set PYTHON to one that can"
 if [[ ! $cpu ]]; then
-  found=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-  ((found >= gpus)) || { echo "$gpus GPUs are asked for, $found are here; --cpu needs none"; exit 2; }
+  found=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') # CUDA_VISIBLE_DEVICES counts
+  ((found >= gpus)) || wrong "$gpus GPUs are asked for, $found are here; --cpu needs none"
   # Ranks are dealt out over all GPUs that are seen, so only those that were asked for may be.
-  export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}
+  CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}
+  CUDA_VISIBLE_DEVICES=$(cut -d, -f "1-$gpus" <<<"$CUDA_VISIBLE_DEVICES")
+  export CUDA_VISIBLE_DEVICES
 fi
-mkdir -p "$out"
+mkdir -p "$out" || exit 2
 for file in "$out"/{results,overlap}.jsonl; do # their lines would be taken for this run's
   [[ ! -f $file ]] || mv -f "$file" "$file.old"
 done
@@ -63,13 +86,16 @@ part() {
     ((limit_s < left_s)) || limit_s=$left_s
     timeout --signal=INT -k 5 "$limit_s" "$@" >"$log" 2>&1 || verdict="FAIL ($?)"
   fi
+  # Tests that were all skipped have shown nothing.
+  [[ $verdict != ok || $name != tests* ]] || grep -q '[0-9] passed' "$log" || verdict='FAIL (none ran)'
   [[ $verdict == ok ]] || failed=1
-  # What was killed inside a kernel leaves MPS faulted.
-  [[ $verdict != FAIL* ]] || scripts/restart_mps.sh
+  # What was killed inside a kernel leaves MPS faulted; one that this script did not start stays.
+  [[ $verdict != FAIL* || ! $mps_is_mine ]] || scripts/restart_mps.sh
   printf '%-18s %-16s %4d s  %s\n' "$verdict" "$name" $((SECONDS - start)) \
     "$(grep -v '^ *$' "$log" 2>/dev/null | tail -n 1 | cut -c1-120)" | tee -a "$out/parts.txt"
 }
 
+recover=() # a GPU for each rank needs no MPS
 cells=configs/bench_multi_gpu.yaml rounds=10 chunks=2,4
 one_domain="${ranks}ranks"
 case $ranks in
@@ -79,7 +105,7 @@ case $ranks in
 esac
 if [[ $quick ]]; then
   cells=configs/bench_multi_gpu_quick.yaml rounds=3 chunks=2
-  one_domain+=' and every_result' domains="(${domains%% *}) and every_result and plain"
+  one_domain+=' and every_result' domains="($domains) and every_result and plain"
 fi
 tests=("$PYTHON" -m pytest -q --maxfail 3 --timeout 120 -p no:cacheprovider)
 bench=("$PYTHON" -m ep_dispatcher bench run --config "$cells" --out "$out"
@@ -93,12 +119,21 @@ if [[ $cpu ]]; then
   sed 's#ep_dispatcher/device#ep_dispatcher/reference#' "$cells" >"$out/cells.yaml"
   part bench 200 "${bench[@]}" --config "$out/cells.yaml" --device cpu --set "${tiny[@]}" num_sms=8 time_limit_s=60 \
     --backends ep_dispatcher/reference torch/all_to_all nccl_ep
+  if "$PYTHON" -c 'import megatron.core' 2>/dev/null; then
+    part overlap 80 "${torchrun[@]}" -m ep_dispatcher.profile.layer --config configs/tiny_cpu.yaml \
+      --set model.num_layers=1 --set model.num_experts=$((ranks * 2)) --set parallel.ranks_per_node="$ranks" \
+      --set parallel.expert="$ranks" --rounds 3 --chunks 2 --out "$out/overlap.jsonl"
+  else
+    echo "overlap: not run, megatron-core is not installed" | tee -a "$out/parts.txt"
+  fi
 else
   part build 300 bash -c ". scripts/shared_gpu.sh && build_native"
   part doctor 60 "$PYTHON" -m ep_dispatcher doctor
   if ((per_gpu > 1)); then
     export NCCL_MAX_CTAS=16 # blocks of all ranks must fit on the GPU beside ours
-    start_mps || exit 1
+    start_mps || wrong "MPS did not start; nvidia-cuda-mps-control -d says why"
+    recover=(--recover scripts/restart_mps.sh)
+    [[ $mps_is_mine ]] || recover=()
   else
     export CUDA_DEVICE_MAX_CONNECTIONS=32 # streams must not wait for each other by chance
   fi
@@ -111,7 +146,7 @@ else
   ((left_s < 280)) || left_s=280
   ((left_s > 20)) || left_s=20
   part bench $((left_s + 15)) "${bench[@]}" --budget "$left_s" --set ranks="$ranks" \
-    --recover scripts/restart_mps.sh
+    ${recover[@]+"${recover[@]}"}
   part overlap 80 "${torchrun[@]}" -m ep_dispatcher.profile.layer \
     --config configs/overlap_layer.yaml --set parallel.ranks_per_node="$ranks" \
     --set parallel.expert="$ranks" --set parallel.ranks_share_gpu="$( ((per_gpu > 1)) && echo true ||
@@ -124,5 +159,9 @@ fi
 part report 60 "$PYTHON" -m ep_dispatcher bench report "$out" --out "$out"
 timeout 60 "$PYTHON" -m ep_dispatcher.bench.targets "$lines" "$out/overlap.jsonl" --ranks "$ranks" \
   --out "$out/targets.json" || failed=1
+if [[ -f $out/overlap.log ]]; then
+  echo "One layer, $ranks ranks, ms: without overlap (ours), in chunks that overlap, the same on one stream (serial)"
+  grep -E '^[a-z0-9 ]+ forward ' "$out/overlap.log" | cut -c1-140
+fi
 cat "$out/parts.txt"
 exit "$failed"

@@ -23,18 +23,22 @@ build_native() {
 
 # start_mps: MPS for as long as the script runs; one that is up already is used and left alone.
 # Without it, kernels of two processes never run at the same time, and wait for each other in vain.
+# mps_is_mine tells which.
+mps_is_mine=''
 start_mps() {
   [[ -z ${CUDA_MPS_PIPE_DIRECTORY:-} ]] || return 0
   CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d)
   export CUDA_MPS_PIPE_DIRECTORY
   export CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
   nvidia-cuda-mps-control -d || return 1
+  mps_is_mine=1
   trap stop_mps EXIT
 }
 
 # stop_mps: end what start_mps started.
 stop_mps() {
   trap - EXIT
+  mps_is_mine=''
   echo quit | timeout 20 nvidia-cuda-mps-control >/dev/null
   unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
 }

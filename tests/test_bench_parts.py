@@ -74,6 +74,10 @@ def test_sweeps_expand_to_products_and_repeat_nothing() -> None:
         ({"backends": ["x"], "work": {"domains": 3}}, "it must divide ranks 4"),
         ({"backends": ["x"], "method": {"rounds": 5}}, "rounds is 5; it must be at least 20"),
         ({"backends": ["x"], "device": "tpu"}, "device is 'tpu'"),
+        (
+            {"backends": ["x", "y"], "sweeps": [{"backends": ["x"], "num_tokens": [4]}]},
+            "backend 'y' is in `backends` but no sweep runs it",
+        ),
     ],
 )
 def test_a_wrong_spec_names_what_is_wrong(values: dict[str, Any], message: str) -> None:

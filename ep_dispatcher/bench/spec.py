@@ -199,7 +199,13 @@ class BenchSpec:
             raise ConfigError(f"device is {self.device!r}; it must be 'cpu' or 'cuda'")
         if not self.backends:
             raise ConfigError("backends is empty; name at least one, see `bench run --list`")
-        self.pairs()
+        asked = {name for name, _ in self.pairs()}
+        idle = [name for name in self.backends if name not in asked]
+        if idle:
+            raise ConfigError(
+                f"backend {idle[0]!r} is in `backends` but no sweep runs it; name it in one, or "
+                "have a sweep without `backends`"
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BenchSpec:

@@ -1,8 +1,9 @@
 """Measured times beside the targets for one host: a short table, and the same as JSON.
 
-    python -m ep_dispatcher.bench.targets results.jsonl... --out targets.json
+    python -m ep_dispatcher.bench.targets results.jsonl... --ranks 8 --out targets.json
 
-Nothing is judged that was not measured: such a row says "not measured".
+Nothing is judged that was not measured, nor on a machine that a target is not for: ranks that share
+a GPU share its memory and SMs and have no links between them. Such a row says so.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -22,11 +23,17 @@ from ep_dispatcher.bench.page_data import Line, timed
 
 OURS = "ep_dispatcher/device"
 PHASE_LIMIT_US = 850.0  # dispatch, combine: T=4096 H=7168 K=8 E=256 BF16, 8 GPUs
+TARGET_RANKS = 8
 MOST_SMS = 10
 LINK_SHARE = 0.9
 HIDDEN_SHARE = 0.9
 _WORK = {"num_tokens": 4096, "hidden": 7168, "num_topk": 8, "num_experts": 256}
-_WIDTH = 140
+_NOT_FOR = {
+    "mps": "ranks share a GPU",
+    "time slices": "ranks share a GPU",
+    "cpu": "measured without a GPU",
+}
+_WIDTH = 150
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +44,15 @@ class Verdict:
         what: is measured.
         target: in words.
         measured: in words; "not measured" where there is no line for it.
-        met: None where nothing was measured.
+        met: None where nothing was measured, or where the target is for another machine.
+        not_judged: why something measured is not judged; else empty.
     """
 
     what: str
     target: str
     measured: str
     met: bool | None
+    not_judged: str = ""
 
 
 def judge(lines: Sequence[Line], num_ranks: int) -> list[Verdict]:
@@ -54,6 +63,7 @@ def judge(lines: Sequence[Line], num_ranks: int) -> list[Verdict]:
         num_ranks: P.
     """
     mine = [line for line in timed(lines) if _is_target_work(line) and line["ranks"] == num_ranks]
+    why = next((_NOT_FOR[way] for way in map(_sharing, lines) if way in _NOT_FOR), "")
     ceiling = max(
         (
             line["ceiling_GBps"]
@@ -66,11 +76,19 @@ def judge(lines: Sequence[Line], num_ranks: int) -> list[Verdict]:
     for phase in ("dispatch", "combine"):
         few = [line for line in mine if _is_ours(line, phase) and line["num_sms"] <= MOST_SMS]
         best = min(few, key=_median, default=None)
-        verdicts.append(_within_limit(phase, best))
-        verdicts.append(_link_share(phase, best, ceiling))
+        is_for = why or ("" if num_ranks == TARGET_RANKS else f"for {TARGET_RANKS} GPUs")
+        verdicts.append(_unless(is_for, _within_limit(phase, best)))
+        verdicts.append(_link_share(phase, best, ceiling, has_links=num_ranks > 1 and not why))
         verdicts.append(_against_peers(phase, mine))
-    verdicts.append(_hidden(lines))
+    verdicts.append(_unless(why, _hidden(lines)))
     return verdicts
+
+
+def _unless(why: str, verdict: Verdict) -> Verdict:
+    """The same verdict, not judged where there is a reason."""
+    if not why or verdict.met is None:
+        return verdict
+    return replace(verdict, met=None, not_judged=why)
 
 
 def _within_limit(phase: str, best: Line | None) -> Verdict:
@@ -82,9 +100,14 @@ def _within_limit(phase: str, best: Line | None) -> Verdict:
     return Verdict(what=phase, target=target, measured=words, met=_median(best) <= PHASE_LIMIT_US)
 
 
-def _link_share(phase: str, best: Line | None, ceiling: float | None) -> Verdict:
+def _link_share(
+    phase: str, best: Line | None, ceiling: float | None, *, has_links: bool
+) -> Verdict:
     """Bytes on the links against what copy engines put there."""
     what, target = f"{phase}: link", f"at least {LINK_SHARE:.0%} of the measured link"
+    if not has_links:
+        words = "nothing to measure: no two ranks have a GPU each"
+        return Verdict(what=what, target=target, measured=words, met=None)
     if best is None or ceiling is None:
         return _missing(what, target)
     rate = best["wire_bytes"] / _median(best) / 1000
@@ -143,6 +166,11 @@ def _is_target_work(line: Line) -> bool:
     return plain and all(line.get(name) == value for name, value in _WORK.items())
 
 
+def _sharing(line: Line) -> str:
+    """How ranks share GPUs; empty where a line does not tell."""
+    return str(line.get("machine", {}).get("sharing", ""))
+
+
 def _median(line: Line) -> float:
     return float(line["median_us"])
 
@@ -160,11 +188,15 @@ def main(words: list[str]) -> int:
     args = parser.parse_args(words)
     found = [path for path in args.lines if path.exists()]
     verdicts = judge(read_lines(found), args.ranks)
-    table = Table(title=f"Targets, {args.ranks} ranks", title_justify="left")
+    title = (
+        f"Targets for {TARGET_RANKS} ranks with a GPU each, beside what {args.ranks} ranks measured"
+    )
+    table = Table(title=title, title_justify="left")
     for column in ("what", "target", "measured", "met"):
         table.add_column(column)
     for verdict in verdicts:
-        met = {True: "yes", False: "no", None: ""}[verdict.met]
+        met = {True: "yes", False: "no", None: verdict.not_judged}[verdict.met]
+        met = f"not judged: {met}" if verdict.not_judged else met
         table.add_row(verdict.what, verdict.target, verdict.measured, met)
     Console(width=_WIDTH).print(table)
     args.out.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=1) + "\n")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect
 import os
+import tempfile
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from ep_dispatcher.bench.backends import base
@@ -49,7 +51,7 @@ class MegatronSession(base.PlainSession):
         self._topk_idx, self._map, self._probs = (torch.empty(0) for _ in range(3))
         self._kept: list[Tensor] = []
         self._parallel: Any = base.need("megatron.core.parallel_state", "megatron-core")
-        self._parallel.initialize_model_parallel(expert_model_parallel_size=work.ranks)
+        _open_groups(self._parallel, work, place)
         first = place.rank * self._num_local
         try:
             self._dispatcher = getattr(module, _CLASSES[self._kind])(
@@ -73,6 +75,8 @@ class MegatronSession(base.PlainSession):
         notes.append("permutes of Transformer Engine" if self._fused else "permutes of torch")
         if self._kind == "flex":
             notes.append(f"num_sms {self._work.num_sms}")
+        elif self._place.device.type == "cuda":
+            notes.append(f"NCCL max_ctas {self._work.num_sms}; permutes run on every SM")
         return base.Identity(
             classes=tuple(classes),
             files=(base.file_of(inspect.getmodule(type(self._dispatcher))),),
@@ -184,6 +188,20 @@ class MegatronSession(base.PlainSession):
             ep=state.get_expert_model_parallel_group(),
             expt_tp=state.get_expert_tensor_parallel_group(),
             tp_ep=state.get_expert_tensor_and_model_parallel_group(),
+        )
+
+
+def _open_groups(parallel: Any, work: Work, place: base.Place) -> None:  # noqa: ANN401
+    """Megatron's groups; on GPUs its experts' ones have the work's SM budget, by a file of its."""
+    if place.device.type != "cuda":
+        parallel.initialize_model_parallel(expert_model_parallel_size=work.ranks)
+        return
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        limit = {"max_ctas": work.num_sms}
+        yaml.safe_dump({"ep": limit, "tp_ep_mp": limit}, file)
+        file.flush()
+        parallel.initialize_model_parallel(
+            expert_model_parallel_size=work.ranks, nccl_communicator_config_path=file.name
         )
 
 
