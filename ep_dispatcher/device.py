@@ -6,7 +6,6 @@ Eager mode waits once a plan, for the few bytes of the mailbox that `route` writ
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from ep_dispatcher.agreement import gather_json
 from ep_dispatcher.collectives import Collectives
 from ep_dispatcher.config import EpConfig, Topology
 from ep_dispatcher.device_session import DeviceSession
+from ep_dispatcher.device_wait import wait_for_answer
 from ep_dispatcher.errors import AgreementError, ConfigError, RoutingError, ShapeError
 from ep_dispatcher.plan import Placement, Plan
 from ep_dispatcher.residency import RankGpu
@@ -30,7 +30,6 @@ _MAX_ROWS = (1 << 31) - 1  # rows travel as 32-bit words
 _REFUSED_ALIGNMENT = 4095  # no power of two, so no rank can have asked for it
 _TICKET_BYTES = 8
 _WAIT_SLICE_S = 0.05
-_HOST_SLACK_S = 0.5  # the GPU's deadline comes first and says more
 
 
 def unavailable_reason(config: EpConfig) -> str | None:
@@ -87,6 +86,8 @@ class DeviceBackend:
         form: of combine, "push" or "gather"; equal on all ranks.
     """
 
+    _PLAN_KERNELS = 1  # each has a deadline of its own
+
     def __init__(
         self,
         session: DeviceSession,
@@ -111,6 +112,7 @@ class DeviceBackend:
             self._module.MAILBOX_BYTES + 8 * num_local, dtype=torch.uint8
         ).pin_memory()
         self._ticket = 0
+        self._begun = torch.cuda.Event()  # the stream has come to a plan's kernels
 
     @property
     def topology(self) -> Topology:
@@ -135,10 +137,12 @@ class DeviceBackend:
             alignment = _REFUSED_ALIGNMENT
         routing = self._padded(self._on_device("topk_idx", topk_idx), -1)
         tensors, pointers = self._plan_memory(len(routing))
+        num_rows = self._config.recv_capacity_rows
+        if num_rows is None:
+            self._begun.record(torch.cuda.current_stream(self._session.device))
         self._route(routing, pointers, alignment, refusal is None)
         if refusal is not None:
             return None
-        num_rows = self._config.recv_capacity_rows
         demand_rows: int | Tensor = tensors["totals"][1]
         segment_rows = None
         if num_rows is None:
@@ -300,16 +304,14 @@ class DeviceBackend:
         return (real + (alignment - 1)) // alignment * alignment
 
     def _answered(self, address: int) -> bool:
-        """Wait for the ticket; False once `route` has ended without writing it."""
-        stream = torch.cuda.current_stream(self._session.device)
-        deadline_s = time.monotonic() + self._config.tuning.timeout_s + _HOST_SLACK_S
+        """Wait for the ticket; False once the plan's kernels have ended without writing it."""
         fault = self._session.fault_address
-        ended = False
-        while not self._module.wait_for_mailbox(address, self._ticket, fault, _WAIT_SLICE_S):
-            if ended or time.monotonic() > deadline_s:
-                return False
-            ended = stream.query()  # once more after the end: it may have written just before
-        return True
+        return wait_for_answer(
+            lambda: self._module.wait_for_mailbox(address, self._ticket, fault, _WAIT_SLICE_S),
+            self._begun.query,
+            torch.cuda.current_stream(self._session.device).query,
+            self._PLAN_KERNELS * self._config.tuning.timeout_s,
+        )
 
     def _plan_memory(self, num_tokens: int) -> tuple[dict[str, Tensor], Any]:
         """Memory that `route` fills: two blocks, cut by name; and EpPlan over them."""

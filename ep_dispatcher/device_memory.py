@@ -142,6 +142,9 @@ class OutputPool:
         module: the native module.
         arena: whose heap to use; it must be shared already.
         device: the GPU.
+
+    Attributes:
+        refused_bytes: that the last call of `empty` had no room for; 0 if it had.
     """
 
     def __init__(self, module: Any, arena: Any, device: torch.device) -> None:  # noqa: ANN401
@@ -155,6 +158,7 @@ class OutputPool:
         self._captured: list[Tensor] = []
         self._reuse = ReuseLog()
         self._lock = threading.Lock()  # autograd's backward runs in a thread of its own
+        self.refused_bytes = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor in the arena, ready for use on the current stream.
@@ -179,6 +183,7 @@ class OutputPool:
                 self._reuse.hold(block)
                 if current != home:
                     self._await_users(block, current)
+            self.refused_bytes = 0
         return block
 
     def offset_of(self, tensor: Tensor | None) -> int:
@@ -261,6 +266,7 @@ class OutputPool:
 
     def _exhausted(self, needed_bytes: int) -> CapacityError:
         heap = self._arena.heap_bytes
+        self.refused_bytes = needed_bytes
         enough = -(-(heap + needed_bytes) // HEAP_STEP_BYTES) * HEAP_STEP_BYTES
         return CapacityError(
             f"output rows of {needed_bytes} bytes do not fit into what is free of output_bytes="

@@ -6,6 +6,7 @@ waits for another that has given up.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from typing import Any
@@ -18,30 +19,11 @@ from ep_dispatcher.agreement import gather_json
 from ep_dispatcher.collectives import Collectives
 from ep_dispatcher.communicator import Reasons, open_communicator, topology_from
 from ep_dispatcher.config import EpConfig
+from ep_dispatcher.device_faults import NO_ROOM, Failure, failure_of, filer_of, leaving_word
 from ep_dispatcher.device_memory import OutputPool, heap_bytes_of
 from ep_dispatcher.errors import EpTimeoutError, UnavailableError
 from ep_dispatcher.plan import Placement
 from ep_dispatcher.rails import DomainView, OpenRails, control_bytes_of, owner_tables
-
-PHASES = (
-    "no wait",
-    "route: own blocks",
-    "route: counts",
-    "dispatch: entry",
-    "dispatch: rows",
-    "combine: entry",
-    "combine: free slot",
-    "combine: partial sums",
-    "another warp of the same block",
-    "combine: entry (gather)",
-    "combine: readers (gather)",
-    "rails: routing of another domain",
-    "rails: counts of the own domain",
-    "rails: entry of another domain",
-    "rails: rows of another domain",
-    "rails: sums of another domain",
-    "rails: own puts on their way",
-)
 
 
 class DeviceSession:
@@ -79,7 +61,7 @@ class DeviceSession:
         self._timeout_s = config.tuning.timeout_s
         self._fault = _pinned(self.module.FAULT_BYTES)
         self._tables = domain.tables(self.device)
-        self._failure: EpTimeoutError | None = None
+        self._failure: Failure | None = None
         self.outputs = OutputPool(self.module, arena, self.device)
         self.shape = domain.shape(self.module, config)
         self.context = self._make_context(domain)
@@ -90,13 +72,17 @@ class DeviceSession:
         return self._fault.data_ptr()
 
     def check(self) -> None:
-        """Raise if a wait of this rank has expired; costs no synchronisation.
+        """Raise if a wait of this rank has expired or found the group ended; waits for nothing.
 
         Raises:
-            EpTimeoutError: names who waited for whom and for what.
+            EpTimeoutError: names who waited for whom and for what, or who left.
+            AgreementError: only some ranks passed weights to a dispatch.
+            CapacityError: a rank had no room for output rows, and left.
         """
-        if self._failure is None and self.module.read_fault(self.fault_address).filed:
-            self._failure = self._describe_fault()
+        if self._failure is None and self._fault_filed():
+            fault = self.module.read_fault(self.fault_address)
+            word = self._error_word() if fault.phase == NO_ROOM else 0
+            self._failure = failure_of(fault, word, self.ep_rank, self._timeout_s)
         if self._failure is not None:
             raise self._failure
 
@@ -107,7 +93,7 @@ class DeviceSession:
             EpTimeoutError: this rank's fault, or that of the peer that filed one.
         """
         self.check()
-        filed_by = self._filed_by()
+        filed_by = filer_of(self._error_word())
         who = f"rank {filed_by}, which filed a fault" if filed_by >= 0 else "its own GPU"
         self._failure = EpTimeoutError(
             f"rank {self.ep_rank} waited {self._timeout_s} s in {phase!r} for {who}; "
@@ -119,11 +105,17 @@ class DeviceSession:
         raise self._failure
 
     def close(self, *, failed: bool) -> None:
-        """Free everything; collective, unless something has `failed` or a fault ended the group."""
+        """Free everything; collective, unless something has `failed` or a fault ended the group.
+
+        Peers that still wait for a rank that has failed are told, so that they leave at once.
+        """
+        if failed and not self._is_faulty():
+            with contextlib.suppress(RuntimeError):  # a CUDA context that is gone tells nobody
+                word = leaving_word(self.ep_rank, self.outputs.refused_bytes)
+                self._arena.write_word(self.context.window.error, word)
         self.outputs.close()
         torch.cuda.synchronize(self.device)
-        faulty = self._failure is not None or self.module.read_fault(self.fault_address).filed
-        if failed or faulty or self._filed_by() >= 0:
+        if failed or self._is_faulty() or filer_of(self._error_word()) >= 0:
             self._communicator.abort()
             if self.rails is not None:
                 self.rails.forget()
@@ -147,23 +139,15 @@ class DeviceSession:
             setattr(context, name, table.data_ptr())
         return context
 
-    def _describe_fault(self) -> EpTimeoutError:
-        fault = self.module.read_fault(self.fault_address)
-        phase = PHASES[fault.phase]
-        detail = f"channel {fault.channel}: expected {fault.expected}, seen {fault.seen}"
-        if fault.rank != self.ep_rank:
-            detail = "told by that rank"
-        return EpTimeoutError(
-            f"rank {fault.rank} waited {self._timeout_s} s for rank {fault.peer} in {phase!r} "
-            f"({detail}); this group is finished: close it and make a new one",
-            rank=fault.rank,
-            peer=fault.peer,
-            phase=phase,
-        )
+    def _is_faulty(self) -> bool:
+        return self._failure is not None or self._fault_filed()
 
-    def _filed_by(self) -> int:
-        """The rank that told this one of its fault, -1 for none; waits for the GPU."""
-        return int(self._arena.read_word(self.context.window.error) & _ERROR_RANK_MASK) - 1
+    def _fault_filed(self) -> bool:
+        return bool(self.module.read_fault(self.fault_address).filed)
+
+    def _error_word(self) -> int:
+        """What a peer has told this rank; 0 for nothing."""
+        return int(self._arena.read_word(self.context.window.error))
 
 
 def open_session(collectives: Collectives, config: EpConfig, placement: Placement) -> DeviceSession:
@@ -194,10 +178,14 @@ def open_session(collectives: Collectives, config: EpConfig, placement: Placemen
         with reasons:
             rails = OpenRails(config, domain, communicator, arena)
         reasons.agree()
-    return DeviceSession(collectives, config, domain, communicator, arena, rails)
+    session = None
+    with reasons:
+        session = DeviceSession(collectives, config, domain, communicator, arena, rails)
+    reasons.agree()
+    assert session is not None
+    return session
 
 
-_ERROR_RANK_MASK = 0xFFFF  # who filed; see args.h
 _HEAP_ALIGNMENT_BYTES = 4096
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ep_dispatcher.collectives import Collectives
 from ep_dispatcher.combine_form import choose_combine
+from ep_dispatcher.communicator import Reasons
 from ep_dispatcher.config import EpConfig
 from ep_dispatcher.device import DeviceBackend, Routes, gpus_of
 from ep_dispatcher.device_session import open_session
@@ -33,6 +34,8 @@ class RailRoutes(Routes):
 
 class RailBackend(DeviceBackend):
     """`DeviceBackend` of a session with rails."""
+
+    _PLAN_KERNELS = 3
 
     def plan(self, topk_idx: Tensor | None, alignment: int, refusal: str | None) -> Plan | None:
         """See `Backend.plan`."""
@@ -127,7 +130,12 @@ def open_backend(collectives: Collectives, config: EpConfig, placement: Placemen
         duplicates = "sender" if shared else "receiver"
     form = choose_combine(config, topology, gpus_are_shared=shared)
     kind = RailBackend if topology.num_domains > 1 else DeviceBackend
-    return kind(session, config, topology, placement, duplicates, form)
+    reasons, backend = Reasons(collectives), None
+    with reasons:
+        backend = kind(session, config, topology, placement, duplicates, form)
+    reasons.agree()
+    assert backend is not None
+    return backend
 
 
 def _rail_routes_of(plan: Plan) -> RailRoutes:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ from ep_dispatcher import (
     CapacityError,
     EpConfig,
     EPGroup,
-    EpTimeoutError,
     MoeShape,
     Plan,
     RoutingError,
@@ -370,46 +368,6 @@ def bad_static_routing(process_group: dist.ProcessGroup, case: Case) -> tuple[st
             kind, message = type(error).__name__, str(error)
         found += differences(run_once(group, given), run_once(reference, given))
         return kind, message, found
-
-
-class Waited(NamedTuple):
-    """How a rank fared whose group lacked a rank; no phase: it raised nothing."""
-
-    seconds: float
-    peer: int
-    phase: str
-    differ: list[str]  # results of a new group in the same process
-
-
-def missing_rank(
-    process_group: dist.ProcessGroup, case: Case, missed: str, comes_late: bool
-) -> Waited:
-    """The last rank misses a call, or makes it past the deadline; then all make a new group."""
-    group = EPGroup.create(process_group, case.config("device"))
-    given = inputs(case, group.ep_rank)
-    plan = group.plan(given.topk_idx)
-    rows, _ = group.dispatch(plan, given.x)
-    calls: dict[str, Callable[[], object]] = {
-        "plan": lambda: group.plan(given.topk_idx),
-        "dispatch": lambda: group.dispatch(plan, given.x),
-        "combine": lambda: group.combine(plan, rows),
-    }
-    torch.cuda.synchronize()
-    process_group.barrier().wait()
-    start = time.monotonic()
-    seconds, peer, phase = 0.0, -1, ""
-    is_missing = group.ep_rank == group.ep_size - 1
-    if is_missing and comes_late:
-        time.sleep(case.timeout_s + 0.5)
-    if comes_late or not is_missing:
-        try:
-            calls[missed]()
-            torch.cuda.synchronize()
-            group.plan(given.topk_idx)
-        except EpTimeoutError as error:
-            seconds, peer, phase = time.monotonic() - start, error.peer, error.phase
-    group.close(failed=True)
-    return Waited(seconds, peer, phase, rounds_differ(process_group, case))
 
 
 def memory_of_group(process_group: dist.ProcessGroup, case: Case) -> dict[str, int]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import device_cases as cases
+import device_fault_cases as faults
 import pytest
 from device_cases import Case
 from multi_process import ProcessWorld
@@ -162,7 +163,7 @@ def test_a_missing_rank_is_named_in_time_and_a_new_group_works(
 ) -> None:
     deadline_s = 1.0
     case = Case(timeout_s=deadline_s)
-    *others, last = world.run(cases.missing_rank, case, missed, comes_late)
+    *others, last = world.run(faults.missing_rank, case, missed, comes_late)
     for waited in others:
         assert waited.phase
         assert waited.seconds < deadline_s + 1
@@ -170,3 +171,45 @@ def test_a_missing_rank_is_named_in_time_and_a_new_group_works(
     assert len(others) in {waited.peer for waited in others}
     assert not last.differ
     assert bool(last.phase) == comes_late  # a latecomer learns that its group is finished
+
+
+@pytest.mark.fault
+def test_other_work_of_the_stream_does_not_count_as_waiting(world: ProcessWorld) -> None:
+    """The host's deadline starts where the plan's kernels do."""
+    deadline_s = 1.0
+    for seconds, differ in world.run(
+        faults.plan_behind_other_work, Case(timeout_s=deadline_s), 2.5 * deadline_s
+    ):
+        assert seconds > 2 * deadline_s
+        assert not differ
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("wants_room", [True, False])
+def test_a_rank_that_leaves_is_told_at_once(world: ProcessWorld, wants_room: bool) -> None:
+    """Long before the deadline, with its reason; and a new group works."""
+    case = replace(SMALL_HEAP, timeout_s=30.0)
+    for rank, told in enumerate(world.run(faults.one_rank_leaves, case, wants_room)):
+        assert told.seconds < 5
+        if rank != faults.ODD_ONE:
+            assert told.kind == ("CapacityError" if wants_room else "EpTimeoutError")
+            assert f"rank {faults.ODD_ONE} left" in told.message
+            assert ("no room for output rows of 4 MiB" in told.message) == wants_room
+        assert not told.differ
+
+
+def test_a_rank_without_room_may_make_some_and_call_again(world: ProcessWorld) -> None:
+    for rank, (message, as_before) in enumerate(world.run(faults.one_rank_makes_room, SMALL_HEAP)):
+        assert ("would do" in message) == (rank == faults.ODD_ONE)
+        assert as_before
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("mode", [Case(timeout_s=30.0), replace(STATIC, timeout_s=30.0)])
+def test_weights_on_some_ranks_only_are_told_on_all(world: ProcessWorld, mode: Case) -> None:
+    """Nobody goes on with zeros; the deadline is not waited for."""
+    for told in world.run(faults.weights_on_some, mode, 0):
+        assert told.kind == "AgreementError"
+        assert "pass them on all ranks or on none" in told.message
+        assert told.seconds < 5
+        assert not told.differ

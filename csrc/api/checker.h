@@ -60,4 +60,14 @@ class Checker {
   std::string message_;
 };
 
+constexpr int64_t kMaxRows = INT32_MAX;
+constexpr int64_t kMaxRowBytes = int64_t{1} << 30;
+constexpr int kRowAlignment = 16;
+constexpr int kLongAlignment = 8;
+
+// Sizes first: where one is out of range, what depends on it is not computed.
+void check_shape(Checker* check, const EpWindowShape& shape);
+void check_context(Checker* check, const EpContext& context);
+void check_plan(Checker* check, const EpContext& context, const EpPlan& plan);
+
 }  // namespace ep

@@ -35,13 +35,11 @@ EpStatus note_launch(cudaError_t result) {
 namespace {
 
 constexpr int64_t kMaxTokens = int64_t{1} << 20;
-constexpr int64_t kMaxRows = INT32_MAX;
-constexpr int64_t kMaxRowBytes = int64_t{1} << 30;
 constexpr int64_t kMaxBytes = int64_t{1} << 46;  // of a window and what lies behind it
 constexpr uint64_t kMaxTimeoutNs = INT64_MAX;
 constexpr int kEntryBits = 32;
-constexpr int kRowAlignment = 16;
-constexpr int kLongAlignment = 8;
+
+}  // namespace
 
 void check_shape(Checker* check, const EpWindowShape& shape) {
   check->range("ep_size", shape.ep_size, 1, EP_MAX_RANKS);
@@ -107,6 +105,8 @@ void check_plan(Checker* check, const EpContext& context, const EpPlan& plan) {
   check->pointer("plan.source_tokens", plan.source_tokens, true);
 }
 
+namespace {
+
 void check_call(Checker* check, const EpRouteArgs& args) {
   check_context(check, args.context);
   check_plan(check, args.context, args.plan);
@@ -129,7 +129,6 @@ void check_call(Checker* check, const EpDispatchArgs& args) {
   check_context(check, args.context);
   check_plan(check, args.context, args.plan);
   check->pointer("x", args.x, args.plan.num_tokens > 0, kRowAlignment);
-  check->pointer("topk_weights", args.topk_weights, false);
   check->range("row_bytes", args.row_bytes, 16, kMaxRowBytes);
   check->multiple("row_bytes", args.row_bytes, 16);
   check->range("recv_rows", args.recv_rows, 0, kMaxRows);
@@ -140,6 +139,8 @@ void check_call(Checker* check, const EpDispatchArgs& args) {
     check->multiple("recv_weights_offset", args.recv_weights_offset, 4);
     check->range("recv_weights_offset (-1 for none)", args.recv_weights_offset, first, kMaxBytes);
   }
+  check->pointer("topk_weights", args.topk_weights,
+                 args.recv_weights_offset >= 0 && args.plan.num_tokens > 0);
   check->range("duplicate", args.duplicate, 0, 1);
 }
 

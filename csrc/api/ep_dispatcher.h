@@ -43,7 +43,7 @@ typedef enum EpStatus {
 
 typedef enum EpDtype { EP_BFLOAT16 = 0, EP_FLOAT16 = 1, EP_FLOAT32 = 2 } EpDtype;
 
-/* Where an expired wait was: EpFault.phase. */
+/* Where an expired wait was, or what else ended a group: EpFault.phase. */
 typedef enum EpPhase {
   EP_PHASE_NONE = 0,
   EP_PHASE_ROUTE_GRID = 1,      /* own blocks of the route kernel */
@@ -61,7 +61,11 @@ typedef enum EpPhase {
   EP_PHASE_RAIL_ENTRY = 13,     /* rails: another domain's entry into the call */
   EP_PHASE_RAIL_ROWS = 14,      /* rails: another domain's rows */
   EP_PHASE_RAIL_SUMS = 15,      /* rails: another domain's sums */
-  EP_PHASE_RAIL_SENT = 16       /* rails: own puts on their way */
+  EP_PHASE_RAIL_SENT = 16,      /* rails: own puts on their way */
+  /* No expired waits: */
+  EP_PHASE_WEIGHTS = 17, /* dispatch: of `rank` and `peer` only one wants weights */
+  EP_PHASE_LEFT = 18,    /* `rank` closed its group because of an error of its own */
+  EP_PHASE_NO_ROOM = 19  /* the same, for want of memory for output rows */
 } EpPhase;
 
 /* How dispatch makes a token's second and further copies on one rank. */
@@ -119,7 +123,8 @@ typedef struct EpReady {
   int64_t reserved;
 } EpReady;
 
-/* Filed once by the first wait of a rank that expires; lies in pinned host memory. */
+/* Filed once for each rank, by its first wait that expires or finds the group ended; lies in pinned
+ * host memory. */
 typedef struct EpFault {
   uint64_t filed; /* written last; 0 while all is well */
   int32_t rank, peer;

@@ -11,26 +11,30 @@ namespace ep {
 namespace {
 
 constexpr int64_t kMostTokens = int64_t{1} << 20;
-constexpr int kRowAlignment = 16;
 
 // What the layout depends on.
-void check_shape(Checker* check, const EpContext& context, const EpRail& rail) {
+void check_rail_shape(Checker* check, const EpContext& context, const EpRail& rail) {
+  check_shape(check, context.shape);
   check->range("num_domains", rail.num_domains, 2, EP_MAX_DOMAINS);
   check->range("domain", rail.domain, 0, rail.num_domains - 1);
   check->range("num_blocks", rail.num_blocks, 1, EP_MAX_CHANNELS);
   check->range("num_blocks x 8", int64_t{rail.num_blocks} * EP_RAIL_WARPS, rail.num_domains - 1,
                INT32_MAX);
+  check->range("net", rail.net, EP_NET_LOOP, EP_NET_GIN);
+  check->range("rail.exact", rail.exact, 0, 1);
+  if (!check->ok()) {
+    return;  // neither a number to divide by nor one to count with
+  }
   check->range("rail.max_tokens", rail.max_tokens, 1, kMostTokens / rail.num_domains);
   check->range("context.shape.max_tokens", context.shape.max_tokens,
                rail.num_domains * rail.max_tokens, rail.num_domains * rail.max_tokens);
-  check->range("net", rail.net, EP_NET_LOOP, EP_NET_GIN);
-  check->range("rail.exact", rail.exact, 0, 1);
 }
 
 void check_rail(Checker* check, const EpContext& context, const EpRail& rail) {
-  check_shape(check, context, rail);
-  if (check->status() != EP_OK) {
-    return;
+  check_context(check, context);
+  check_rail_shape(check, context, rail);
+  if (!check->ok()) {
+    return;  // neither a layout nor a number of domains
   }
   if (rail.layout.total_bytes != make_rail_layout(context, rail).total_bytes) {
     check->fail("layout is not that of the rail; use ep_make_rail_layout");
@@ -38,12 +42,11 @@ void check_rail(Checker* check, const EpContext& context, const EpRail& rail) {
   check->pointer("rail.expert_rank", rail.expert_rank, true);
   check->pointer("rail.expert_order", rail.expert_order, true);
   check->pointer("rail.owner_first", rail.owner_first, true);
-  check->pointer("chaos", rail.chaos, rail.net == EP_NET_CHAOS, 8);
+  check->pointer("chaos", rail.chaos, rail.net == EP_NET_CHAOS, kLongAlignment);
   for (int domain = 0; domain < rail.num_domains && rail.net != EP_NET_GIN; ++domain) {
     check->pointer("rail_base", rail.rail_base[domain], true, kRowAlignment);
   }
-  check->pointer("gin_device_comm", rail.gin_device_comm, rail.net == EP_NET_GIN);
-  check->pointer("fault", context.fault, true);
+  check->pointer("gin_device_comm", rail.gin_device_comm, rail.net == EP_NET_GIN, kLongAlignment);
 }
 
 void check_tokens(Checker* check, const EpRail& rail, int64_t num_tokens, int num_topk,
@@ -56,12 +59,12 @@ void check_call(Checker* check, const EpRailPlanArgs& args) {
   check_rail(check, args.context, args.rail);
   check_tokens(check, args.rail, args.num_tokens, args.num_topk, args.context.shape.num_topk);
   const bool tokens = args.num_tokens > 0;
-  check->pointer("topk_idx", args.topk_idx, tokens);
+  check->pointer("topk_idx", args.topk_idx, tokens, kLongAlignment);
   check->pointer("dst_rank", args.dst_rank, tokens);
   check->pointer("dst_row", args.dst_row, tokens);
-  check->pointer("counts", args.counts, true);
+  check->pointer("counts", args.counts, true, kLongAlignment);
   check->range("alignment", args.alignment, 1, 4096);
-  check->range("capacity_rows", args.capacity_rows, -1, INT32_MAX);
+  check->range("capacity_rows", args.capacity_rows, -1, kMaxRows);
 }
 
 void check_rows(Checker* check, const EpContext& context, const void* x, int64_t num_tokens,
@@ -75,20 +78,24 @@ void check_call(Checker* check, const EpRailSendArgs& args) {
   check_rail(check, args.context, args.rail);
   check_tokens(check, args.rail, args.num_tokens, args.num_topk, args.context.shape.num_topk);
   check_rows(check, args.context, args.x, args.num_tokens, args.row_bytes);
-  check->pointer("topk_idx", args.topk_idx, args.num_tokens > 0);
+  check->pointer("topk_idx", args.topk_idx, args.num_tokens > 0, kLongAlignment);
+  check->pointer("topk_weights", args.topk_weights, false);
 }
 
 void check_call(Checker* check, const EpRailDispatchArgs& args) {
   const EpDispatchArgs& domain = args.domain;
   check_rail(check, domain.context, args.rail);
+  check_plan(check, domain.context, domain.plan);
   check_tokens(check, args.rail, args.num_tokens, domain.plan.num_topk,
                domain.context.shape.num_topk);
   check->range("plan.num_tokens", domain.plan.num_tokens, domain.context.shape.max_tokens,
                domain.context.shape.max_tokens);
   check_rows(check, domain.context, domain.x, args.num_tokens, domain.row_bytes);
   check->pointer("dst_rank", args.dst_rank, args.num_tokens > 0);
-  check->range("recv_rows", domain.recv_rows, 0, INT32_MAX);
-  check->multiple("recv_x_offset", domain.recv_x_offset, 16);
+  check->pointer("topk_weights", domain.topk_weights,
+                 domain.recv_weights_offset >= 0 && args.num_tokens > 0);
+  check->range("recv_rows", domain.recv_rows, 0, kMaxRows);
+  check->multiple("recv_x_offset", domain.recv_x_offset, kRowAlignment);
   check->range("duplicate", domain.duplicate, 0, 1);
   check->range("sent", args.sent, 0, 1);
 }
@@ -96,6 +103,7 @@ void check_call(Checker* check, const EpRailDispatchArgs& args) {
 void check_call(Checker* check, const EpRailReturnArgs& args) {
   const EpCombineArgs& domain = args.domain;
   check_rail(check, domain.context, args.rail);
+  check_plan(check, domain.context, domain.plan);
   check_tokens(check, args.rail, args.num_tokens, domain.plan.num_topk,
                domain.context.shape.num_topk);
   check->pointer("out", domain.out, args.num_tokens > 0, kRowAlignment);
@@ -103,6 +111,10 @@ void check_call(Checker* check, const EpRailReturnArgs& args) {
   check->range("dtype", domain.dtype, EP_BFLOAT16, EP_FLOAT32);
   check->range("exact", domain.exact, 0, 1);
   check->range("segment_tokens", domain.segment_tokens, args.rail.max_tokens, args.rail.max_tokens);
+  check->range("hidden", domain.hidden, 1, kMaxRowBytes / 4);
+  if (!check->ok()) {
+    return;  // the size below would overflow
+  }
   const int element_bytes = domain.dtype == EP_FLOAT32 || domain.exact != 0 ? 4 : 2;
   check->range("bytes of a partial row", domain.hidden * element_bytes, 16,
                domain.context.shape.partial_bytes);
@@ -134,10 +146,11 @@ EpStatus run(const Args* ranks, int num_ranks, void* stream,
   return note_launch(launch_gin(ranks, on));
 }
 
-int64_t chaos_bytes_of(const EpRail& rail) {
+// 0 for NULL, as for the other sizes.
+int64_t chaos_bytes_of(const EpRail* rail) {
   constexpr int64_t kControl = 64;
   constexpr int64_t kRing = 2048;  // at least those of ChaosControl and ChaosRing
-  return kControl + kRing * rail.layout.channels;
+  return rail == nullptr ? 0 : kControl + kRing * rail->layout.channels;
 }
 
 }  // namespace
@@ -150,7 +163,7 @@ EpStatus ep_make_rail_layout(const EpContext* context, const EpRail* rail, EpRai
     return ep::refuse("context, rail or layout is NULL");
   }
   ep::Checker check;
-  ep::check_shape(&check, *context, *rail);
+  ep::check_rail_shape(&check, *context, *rail);
   if (check.status() == EP_OK) {
     *layout = ep::make_rail_layout(*context, *rail);
   }
@@ -158,7 +171,7 @@ EpStatus ep_make_rail_layout(const EpContext* context, const EpRail* rail, EpRai
 }
 
 int64_t ep_chaos_bytes(const EpRail* rail) {
-  return ep::chaos_bytes_of(*rail);
+  return ep::chaos_bytes_of(rail);
 }
 
 EpStatus ep_rail_exchange(const EpRailPlanArgs* args, void* stream) {

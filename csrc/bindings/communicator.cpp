@@ -112,6 +112,7 @@ void bind_communicator(py::module_& module) {
       .def_property_readonly("heap", &Arena::heap)
       .def_property_readonly("heap_bytes", &Arena::heap_bytes)
       .def("read_word", &Arena::read_word, py::arg("offset"), Unlocked())
+      .def("write_word", &Arena::write_word, py::arg("offset"), py::arg("word"), Unlocked())
       .def("close", &Arena::close, Unlocked())
       .def("forget", &Arena::forget);
   bind_offer(module);

@@ -20,6 +20,23 @@ std::string why_no_window(const CommunicatorProperties& properties) {
          "NCCL_CUMEM_ENABLE or NCCL_WIN_ENABLE is 0";
 }
 
+// Copies that wait for no other stream: a kernel of this rank may be waiting for somebody.
+class BesideStream {
+ public:
+  BesideStream() { EP_CHECK_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  ~BesideStream() { cudaStreamDestroy(stream_); }
+  BesideStream(const BesideStream&) = delete;
+  BesideStream& operator=(const BesideStream&) = delete;
+
+  void copy(void* to, const void* from, size_t bytes) {
+    EP_CHECK_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_));
+  }
+  void finish() { EP_CHECK_CUDA(cudaStreamSynchronize(stream_)); }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
 }  // namespace
 
 ArenaMemory::ArenaMemory(std::shared_ptr<NcclLibrary> library, int64_t bytes)
@@ -74,8 +91,20 @@ void Arena::share() {
 
 uint64_t Arena::read_word(int64_t offset) const {
   uint64_t word = 0;
-  EP_CHECK_CUDA(cudaMemcpy(&word, memory_->data() + offset, sizeof(word), cudaMemcpyDeviceToHost));
+  BesideStream beside;
+  beside.copy(&word, memory_->data() + offset, sizeof(word));
+  beside.finish();
   return word;
+}
+
+void Arena::write_word(int64_t offset, uint64_t word) const {
+  BesideStream beside;
+  for (const uintptr_t base : window_bases_) {
+    if (base != 0) {
+      beside.copy(reinterpret_cast<char*>(base) + offset, &word, sizeof(word));
+    }
+  }
+  beside.finish();
 }
 
 void Arena::close() {

@@ -51,8 +51,12 @@ class Arena {
   int64_t heap_bytes() const { return heap_bytes_; }
   std::shared_ptr<ArenaMemory> memory() const { return memory_; }
 
-  // A word of the control part; waits for the GPU.
+  // A word of the control part, as it is now; waits for no kernel.
   uint64_t read_word(int64_t offset) const;
+
+  // Writes a word of the control part of every window that this rank reaches, its own among them;
+  // waits for no kernel.
+  void write_word(int64_t offset, uint64_t word) const;
 
   // Collective, before the communicator closes. What torch still holds of the heap stays valid.
   void close();

@@ -26,13 +26,18 @@ __device__ inline bool wait_for_entry(const EpDispatchArgs& args, int channel,
   const Peers peers(context);
   EpReady* ready = peers.at<EpReady>(context.ep_rank, context.window.dispatch_ready);
   for (int rank = threadIdx.x; rank < context.shape.ep_size; rank += blockDim.x) {
+    bool entered = true;
     if (!mutated(context, Mutation::kDispatchSkipEntry)) {
-      wait_until(context, &shared->watch, &ready[rank].epoch, shared->watch.epoch,
-                 {rank, EP_PHASE_DISPATCH_READY, channel});
+      entered = wait_until(context, &shared->watch, &ready[rank].epoch, shared->watch.epoch,
+                           {rank, EP_PHASE_DISPATCH_READY, channel});
     }
     const volatile EpReady& peer = ready[rank];
     shared->rows_at[rank] = peers.at<char>(rank, peer.recv_x_offset);
     const int64_t weights = peer.recv_weights_offset;
+    if (entered && (weights < 0) != (args.recv_weights_offset < 0)) {
+      file_fault(context, {rank, EP_PHASE_WEIGHTS, channel}, 0, 0);
+      shared->watch.aborted = 1;
+    }
     shared->weights_at[rank] = weights < 0 ? nullptr : peers.at<float>(rank, weights);
   }
   __syncthreads();

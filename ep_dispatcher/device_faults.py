@@ -1,0 +1,95 @@
+"""What ended a group of the device tier, in words: expired waits, and ranks that left.
+
+A kernel files an `EpFault` for its own host and sets the error word in each peer's window, where
+their waits find it. A host that leaves because of an error sets the same words, so that its peers
+do not wait out the deadline for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ep_dispatcher.errors import AgreementError, CapacityError, EpTimeoutError
+
+PHASES = (  # EpPhase
+    "no wait",
+    "route: own blocks",
+    "route: counts",
+    "dispatch: entry",
+    "dispatch: rows",
+    "combine: entry",
+    "combine: free slot",
+    "combine: partial sums",
+    "another warp of the same block",
+    "combine: entry (gather)",
+    "combine: readers (gather)",
+    "rails: routing of another domain",
+    "rails: counts of the own domain",
+    "rails: entry of another domain",
+    "rails: rows of another domain",
+    "rails: sums of another domain",
+    "rails: own puts on their way",
+    "dispatch: weights on some ranks only",
+    "a rank left",
+    "a rank left for want of memory",
+)
+WEIGHTS, LEFT, NO_ROOM = 17, 18, 19  # those that are no waits
+_PART_BITS = 16  # kErrorPartBits
+_PART_MASK = (1 << _PART_BITS) - 1
+_ROOM_STEP_BYTES = 2 << 20
+_FINISHED = "this group is finished: close it and make a new one"
+
+Failure = EpTimeoutError | AgreementError | CapacityError
+
+
+def leaving_word(rank: int, wanted_bytes: int) -> int:
+    """The error word of a rank that leaves, see `error_word` of csrc/core/args.h.
+
+    Args:
+        rank: that leaves.
+        wanted_bytes: of output rows that it had no room for; 0 if it leaves for another reason.
+
+    Example: rank 3, 5 MiB -> parts 4, 3, 19, and 3 (steps of 2 MiB).
+    """
+    phase = NO_ROOM if wanted_bytes else LEFT
+    steps = min(-(-wanted_bytes // _ROOM_STEP_BYTES), _PART_MASK)
+    parts = (rank + 1, rank, phase, steps)
+    return sum(part << (place * _PART_BITS) for place, part in enumerate(parts))
+
+
+def filer_of(word: int) -> int:
+    """The rank that set an error word; -1 for none."""
+    return (word & _PART_MASK) - 1
+
+
+def failure_of(fault: Any, word: int, ep_rank: int, timeout_s: float) -> Failure:  # noqa: ANN401
+    """The error to raise for a filed fault.
+
+    Args:
+        fault: EpFault of this rank.
+        word: the error word of its window, if its phase is NO_ROOM.
+        ep_rank: this rank.
+        timeout_s: deadline of a wait.
+    """
+    if fault.phase == WEIGHTS:
+        return AgreementError(
+            f"of ranks {fault.rank} and {fault.peer} one passed topk_weights to dispatch and the "
+            f"other did not; pass them on all ranks or on none; {_FINISHED}"
+        )
+    if fault.phase == NO_ROOM:
+        room_mib = (word >> (3 * _PART_BITS) & _PART_MASK) * (_ROOM_STEP_BYTES >> 20)
+        return CapacityError(
+            f"rank {fault.rank} left: it had no room for output rows of {room_mib} MiB; give all "
+            f"ranks a larger output_bytes, or keep fewer outputs alive; {_FINISHED}"
+        )
+    phase = PHASES[fault.phase]
+    if fault.phase == LEFT:
+        text = f"rank {fault.rank} left because of an error of its own, which says more"
+    else:
+        detail = f"channel {fault.channel}: expected {fault.expected}, seen {fault.seen}"
+        if fault.rank != ep_rank:
+            detail = "told by that rank"
+        text = (
+            f"rank {fault.rank} waited {timeout_s} s for rank {fault.peer} in {phase!r} ({detail})"
+        )
+    return EpTimeoutError(f"{text}; {_FINISHED}", rank=fault.rank, peer=fault.peer, phase=phase)

@@ -1,0 +1,214 @@
+"""What the device tier's host side decides without a GPU: waits, failures in words, opening."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_dispatcher import (
+    AgreementError,
+    CapacityError,
+    EpConfig,
+    EpTimeoutError,
+    MoeShape,
+    UnavailableError,
+    device_faults,
+    device_session,
+    device_wait,
+)
+from ep_dispatcher.collectives import Collectives
+from ep_dispatcher.device_session import DeviceSession
+from ep_dispatcher.plan import Placement
+from ep_dispatcher.testing import run_ranks
+
+HEADER = Path(__file__).parents[1] / "csrc" / "api" / "ep_dispatcher.h"
+CONFIG = EpConfig(shape=MoeShape(hidden=64, num_topk=2, num_experts=8), max_tokens_per_rank=8)
+
+
+class Clock:
+    """Time that passes only while somebody looks, one second a look."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer_at: float) -> None:
+        """Replace the clock of the waits."""
+        self.now_s, self._answer_at = 0.0, answer_at
+        monkeypatch.setattr(device_wait, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+    def looks(self) -> bool:
+        """Whether the answer is there, a second later."""
+        self.now_s += 1.0
+        return self.now_s >= self._answer_at
+
+    def is_past(self, moment_s: float) -> bool:
+        """Whether it is later than that."""
+        return self.now_s > moment_s
+
+
+NEVER = float("inf")
+
+
+def wait(clock: Clock, begins_at: float, ends_at: float, limit_s: float = 10.0) -> bool:
+    """Wait for kernels that begin and end at those times."""
+    return device_wait.wait_for_answer(
+        clock.looks,
+        lambda: clock.is_past(begins_at),
+        lambda: clock.is_past(ends_at),
+        limit_s,
+    )
+
+
+def test_other_work_of_the_stream_does_not_count_as_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ten times the limit passes before the kernels begin."""
+    clock = Clock(monkeypatch, answer_at=105.0)
+    assert wait(clock, begins_at=100.0, ends_at=106.0)
+    assert clock.now_s == 105.0
+
+
+def test_kernels_that_neither_answer_nor_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, answer_at=NEVER)
+    assert not wait(clock, begins_at=20.0, ends_at=NEVER)
+    assert 30.0 < clock.now_s < 34.0
+
+
+def test_kernels_that_ended_without_an_answer_are_looked_at_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch, answer_at=NEVER)
+    assert not wait(clock, begins_at=0.0, ends_at=5.0)
+    assert clock.now_s == 7.0
+    late = Clock(monkeypatch, answer_at=7.0)  # written between the look and the end
+    assert wait(late, begins_at=0.0, ends_at=5.0)
+
+
+def test_every_phase_of_the_kernels_has_words() -> None:
+    """In the order of the C header."""
+    told = re.findall(r"EP_PHASE_(\w+) = (\d+)", HEADER.read_text())
+    assert [int(number) for _, number in told] == list(range(len(device_faults.PHASES)))
+    numbers = {name: int(number) for name, number in told}
+    for name in ("WEIGHTS", "LEFT", "NO_ROOM"):
+        assert getattr(device_faults, name) == numbers[name]
+
+
+def fault(phase: int, rank: int = 2, peer: int = 3) -> SimpleNamespace:
+    """A filed EpFault."""
+    return SimpleNamespace(rank=rank, peer=peer, phase=phase, channel=1, expected=7, seen=6)
+
+
+@pytest.mark.parametrize(
+    ("phase", "kind", "words"),
+    [
+        (4, EpTimeoutError, "rank 2 waited 5.0 s for rank 3 in 'dispatch: rows' (told by"),
+        (device_faults.WEIGHTS, AgreementError, "of ranks 2 and 3 one passed topk_weights"),
+        (device_faults.LEFT, EpTimeoutError, "rank 2 left because of an error of its own"),
+        (device_faults.NO_ROOM, CapacityError, "rank 2 left: it had no room for output rows of 6 "),
+    ],
+)
+def test_a_failure_names_the_ranks_and_the_reason(
+    phase: int, kind: type[Exception], words: str
+) -> None:
+    word = device_faults.leaving_word(2, 5 << 20)
+    failure = device_faults.failure_of(fault(phase), word, ep_rank=0, timeout_s=5.0)
+    assert type(failure) is kind
+    assert words in str(failure)
+    assert "close it and make a new one" in str(failure)
+
+
+def test_the_rank_that_waited_says_what_it_saw() -> None:
+    failure = device_faults.failure_of(fault(4), 0, ep_rank=2, timeout_s=5.0)
+    assert "channel 1: expected 7, seen 6" in str(failure)
+
+
+@pytest.mark.parametrize(("wanted_bytes", "steps"), [(1, 1), (5 << 20, 3), (1 << 50, 0xFFFF)])
+def test_a_leaving_word_carries_who_and_how_much(wanted_bytes: int, steps: int) -> None:
+    word = device_faults.leaving_word(71, wanted_bytes)
+    assert device_faults.filer_of(word) == 71
+    assert word == 72 | 71 << 16 | device_faults.NO_ROOM << 32 | steps << 48
+    assert device_faults.leaving_word(0, 0) == 1 | device_faults.LEFT << 32
+    assert device_faults.filer_of(0) == -1
+
+
+class Arena:
+    """A window that keeps what is written to it."""
+
+    def __init__(self) -> None:
+        """Nothing was written."""
+        self.words: list[tuple[int, int]] = []
+
+    def read_word(self, offset: int) -> int:
+        """What was written last."""
+        return self.words[-1][1] if self.words else 0
+
+    def write_word(self, offset: int, word: int) -> None:
+        """Keep it."""
+        self.words.append((offset, word))
+
+    def forget(self) -> None:
+        """Nothing to let go."""
+
+
+def closed_session(monkeypatch: pytest.MonkeyPatch, *, filed: int, refused_bytes: int) -> Arena:
+    """What a session of rank 1 writes that closes because of an error."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    session: Any = DeviceSession.__new__(DeviceSession)
+    session.ep_rank, session.rails, session.device = 1, None, None
+    session.module = SimpleNamespace(read_fault=lambda _: SimpleNamespace(filed=filed))
+    session.outputs = SimpleNamespace(refused_bytes=refused_bytes, close=lambda: None)
+    session.context = SimpleNamespace(window=SimpleNamespace(error=64))
+    session._fault = torch.zeros(1)
+    session._failure = None
+    session._arena, session._communicator = Arena(), SimpleNamespace(abort=lambda: None)
+    session.close(failed=True)
+    arena: Arena = session._arena
+    return arena
+
+
+@pytest.mark.parametrize("refused_bytes", [0, 4 << 20])
+def test_a_rank_that_leaves_tells_its_peers(
+    monkeypatch: pytest.MonkeyPatch, refused_bytes: int
+) -> None:
+    arena = closed_session(monkeypatch, filed=0, refused_bytes=refused_bytes)
+    assert arena.words == [(64, device_faults.leaving_word(1, refused_bytes))]
+
+
+def test_a_rank_whose_group_is_finished_already_overwrites_no_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not closed_session(monkeypatch, filed=1, refused_bytes=0).words
+
+
+def test_a_session_that_one_rank_cannot_make_is_refused_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the others would go on to a first plan, and wait there."""
+    communicator = SimpleNamespace(properties=lambda: SimpleNamespace(num_domains=1))
+    module = SimpleNamespace(
+        MAX_BASE_ENTRIES=16384, Arena=lambda *_: SimpleNamespace(share=lambda: None)
+    )
+
+    def session(collectives: Collectives, *_: object) -> str:
+        if collectives.rank == 1:
+            raise RuntimeError("no pinned memory")
+        return "a session"
+
+    for name, stand_in in {
+        "open_communicator": lambda _: communicator,
+        "native": SimpleNamespace(load=lambda: module),
+        "control_bytes_of": lambda *_: 4096,
+        "DeviceSession": session,
+        "_refuse_threads": lambda _: None,
+    }.items():
+        monkeypatch.setattr(device_session, name, stand_in)
+
+    def refusal(process_group: dist.ProcessGroup) -> str:
+        with pytest.raises(UnavailableError) as refused:
+            device_session.open_session(Collectives(process_group), CONFIG, Placement.even(8, 2))
+        return str(refused.value)
+
+    assert run_ranks(2, refusal) == ["on rank 1: no pinned memory"] * 2
