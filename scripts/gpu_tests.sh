@@ -33,6 +33,9 @@ check() {
     "$(grep -v '^$' "$log" | tail -n 1 | cut -c1-150)" | tee -a "$RESULTS/table.txt"
 }
 
+# end_mps: unless it was up before the script
+end_mps() { [[ -z $mps_is_mine ]] || stop_mps; }
+
 part_build() {
   check "native module" 600 bash -c '. scripts/shared_gpu.sh && build_native'
   check "kernel modules" 600 scripts/gpu_kernels.sh build
@@ -47,9 +50,10 @@ part_windows() { # processes, by the number of ranks
   for ranks in 4 2 8; do
     check "windows $ranks ranks" 200 "${TESTS[@]}" tests/test_device.py -k "${ranks}ranks"
   done
-  check "native module, host" 120 "${TESTS[@]}" tests/test_native.py tests/test_c_abi.py
+  check "native module, host" 120 "${TESTS[@]}" tests/test_native.py tests/test_c_abi.py \
+    tests/test_device_waits.py
   check "rows on two streams" 90 "${TESTS[@]}" tests/test_device_memory.py
-  stop_mps
+  end_mps
 }
 
 part_rails() { # one launch and processes; each test says what it needs
@@ -57,7 +61,7 @@ part_rails() { # one launch and processes; each test says what it needs
   start_mps || return
   check rails 300 "${TESTS[@]}" tests/test_rail*.py
   check "doctor --nccl" 200 "${TESTS[@]}" tests/test_doctor_nccl.py
-  stop_mps
+  end_mps
 }
 
 # sanitize TOOL OPTION...: over the tiny rounds, and over the C example
