@@ -120,10 +120,11 @@ class DeviceBackend:
         return self._topology
 
     def plan(self, topk_idx: Tensor | None, alignment: int, refusal: str | None) -> Plan | None:
-        """See `Backend.plan`; a refusing rank takes part with an alignment that nobody else has.
+        """See `Backend.plan`.
 
         Raises:
             ConfigError: a graph is being captured, and the group is not in static mode.
+            ShapeError: the routing lies elsewhere; the others learn of it like of any refusal.
         """
         self.check()
         if self._config.recv_capacity_rows is None and torch.cuda.is_current_stream_capturing():
@@ -133,16 +134,18 @@ class DeviceBackend:
             )
         if topk_idx is None:
             assert refusal is not None
-            topk_idx = torch.empty(0, 1, dtype=torch.int64, device=self._session.device)
-            alignment = _REFUSED_ALIGNMENT
-        routing = self._padded(self._on_device("topk_idx", topk_idx), -1)
+            self._refuse_to_plan()
+            return None
+        try:
+            routing = self._padded(self._on_device("topk_idx", topk_idx), -1)
+        except ShapeError:
+            self._refuse_to_plan()
+            raise
         tensors, pointers = self._plan_memory(len(routing))
         num_rows = self._config.recv_capacity_rows
         if num_rows is None:
             self._begun.record(torch.cuda.current_stream(self._session.device))
-        self._route(routing, pointers, alignment, refusal is None)
-        if refusal is not None:
-            return None
+        self._route(routing, pointers, alignment, asks=True)
         demand_rows: int | Tensor = tensors["totals"][1]
         segment_rows = None
         if num_rows is None:
@@ -246,7 +249,15 @@ class DeviceBackend:
         """Free the tier; collective, unless something has failed or a fault ended the group."""
         self._session.close(failed=failed)
 
-    def _route(self, routing: Tensor, pointers: Any, alignment: int, asks: bool) -> None:  # noqa: ANN401
+    def _refuse_to_plan(self) -> None:
+        """Take part in a plan with no tokens, and with an alignment that nobody else has."""
+        nothing = torch.empty(
+            0, self._config.shape.num_topk, dtype=torch.int64, device=self._session.device
+        )
+        _, pointers = self._plan_memory(0)
+        self._route(nothing, pointers, _REFUSED_ALIGNMENT, asks=False)
+
+    def _route(self, routing: Tensor, pointers: Any, alignment: int, *, asks: bool) -> None:  # noqa: ANN401
         """Launch `route`; where the host asks, it answers in the mailbox.
 
         In static mode it does so only if the routing must not be used: `check` looks.

@@ -153,6 +153,9 @@ class EPGroup:
         Raises:
             ShapeError: not a dense tensor, wrong dtype or shape, or a plan of another group.
             RoutingError: a weight that is not finite, with `check_values`.
+            CapacityError: device tier: this rank's memory for output rows (`output_bytes`) is
+                full. The others wait for it, within their deadline: drop outputs and call again,
+                or close the group with `failed`, which tells them.
         """
         backend = self._open_backend()
         self._check_plan(plan)
@@ -207,7 +210,9 @@ class EPGroup:
         Every other call checks first; this one is for those who replay a CUDA graph.
 
         Raises:
-            EpTimeoutError: a rank did not come in time; the group is finished.
+            EpTimeoutError: a rank did not come in time, or left; the group is finished.
+            CapacityError: a rank left that had no room for output rows; likewise.
+            AgreementError: only some ranks passed topk_weights to a dispatch; likewise.
             RoutingError, AgreementError: static mode: an earlier routing must not be used.
         """
         self._open_backend().check()
@@ -216,7 +221,8 @@ class EPGroup:
         """Free what the tier holds; collective; a second call does nothing.
 
         Args:
-            failed: this rank leaves because of an error, so it must not wait for the others.
+            failed: this rank leaves because of an error, so it must not wait for the others. Device
+                tier: those that wait for it raise at once, and say that it left.
         """
         backend, self._backend = self._backend, None
         if backend is not None:

@@ -61,7 +61,7 @@ class RailBackend(DeviceBackend):
         self._targets["counts"] = torch.empty(ranks, experts, dtype=torch.int64, device=device)
         return tensors | self._targets, pointers
 
-    def _route(self, routing: Tensor, pointers: Any, alignment: int, asks: bool) -> None:  # noqa: ANN401
+    def _route(self, routing: Tensor, pointers: Any, alignment: int, *, asks: bool) -> None:  # noqa: ANN401
         """Launch the kernels of a plan; `route` answers in the mailbox."""
         rails, module = self._rails, self._module
         call = module.RailPlanArgs(self._session.context, rails.rail)
@@ -73,7 +73,7 @@ class RailBackend(DeviceBackend):
             setattr(call, name, tensor.data_ptr())
         module.rail_exchange(call, self._stream())
         module.rail_counts(call, self._stream())
-        super()._route(routing, pointers, alignment, asks)
+        super()._route(routing, pointers, alignment, asks=asks)
 
     def _launch_route(self, call: Any) -> None:  # noqa: ANN401
         layout, rails = self._rails.rail.layout, self._rails

@@ -20,6 +20,7 @@ from ep_dispatcher import (
     MoeShape,
     Plan,
     RoutingError,
+    ShapeError,
     Tuning,
 )
 from ep_dispatcher.device import DeviceBackend
@@ -330,17 +331,21 @@ def heap_exhausted(process_group: dist.ProcessGroup, case: Case) -> tuple[str, b
         return message, bool(again.isfinite().all())
 
 
-def bad_routing(process_group: dist.ProcessGroup, case: Case) -> tuple[str, str, list[str]]:
-    """Rank 1 names an expert that is not there; all ranks learn of it, and the group goes on."""
+def bad_routing(
+    process_group: dist.ProcessGroup, case: Case, what: str
+) -> tuple[str, str, list[str]]:
+    """A routing of rank 1 cannot be planned; all ranks learn of it, and the group goes on."""
     with EPGroup.create(process_group, case.config("device")) as group:
         given = inputs(case, group.ep_rank)
         bad = given.topk_idx.clone()
-        if group.ep_rank == 1:
+        if group.ep_rank == 1 and what == "expert":
             bad[3, 1] = case.num_experts
+        elif group.ep_rank == 1:
+            bad = bad.cpu() if what == "place" else bad.int()
         kind, message = "", ""
         try:
             group.plan(bad)
-        except (RoutingError, AgreementError) as error:
+        except (RoutingError, AgreementError, ShapeError) as error:
             kind, message = type(error).__name__, str(error)
         with EPGroup.create(process_group, case.config("reference")) as reference:
             want = run_once(reference, given)

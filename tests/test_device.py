@@ -114,10 +114,20 @@ def test_a_full_heap_names_the_size_that_would_do(world: ProcessWorld) -> None:
         assert works_again
 
 
-def test_a_bad_expert_id_stops_all_ranks_and_the_group_goes_on(world: ProcessWorld) -> None:
-    for rank, (kind, message, differ) in enumerate(world.run(cases.bad_routing, Case())):
-        assert kind == ("RoutingError" if rank == 1 else "AgreementError")
-        assert ("expert 16" if rank == 1 else "rank 1") in message
+@pytest.mark.parametrize(
+    ("what", "error", "words"),
+    [
+        ("expert", "RoutingError", "expert 16"),
+        ("dtype", "ShapeError", "int32"),
+        ("place", "ShapeError", "topk_idx is on cpu"),
+    ],
+)
+def test_a_bad_routing_stops_all_ranks_and_the_group_goes_on(
+    world: ProcessWorld, what: str, error: str, words: str
+) -> None:
+    for rank, (kind, message, differ) in enumerate(world.run(cases.bad_routing, Case(), what)):
+        assert kind == (error if rank == 1 else "AgreementError")
+        assert (words if rank == 1 else "rank 1") in message
         assert not differ
 
 
