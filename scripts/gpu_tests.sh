@@ -17,7 +17,7 @@ RESULTS=${RESULTS:-runs/gpu_tests}
 PARTS=(build kernels faults example windows rails sanitize)
 (($# == 0)) || PARTS=("$@")
 TESTS=("$PYTHON" -m pytest -q --maxfail 10 --timeout 60 -p no:cacheprovider)
-SANITIZED=tiny # rounds of test_kernels.py that run every kernel in every form
+SANITIZED=(-m sanitize tests/test_kernels.py tests/test_combine_gather.py tests/test_kernel_faults.py)
 OURS=(--kernel-name kernel_substring=_ZN2ep) # kernels of namespace ep
 failed=0
 mkdir -p "$RESULTS"
@@ -64,12 +64,12 @@ part_rails() { # one launch and processes; each test says what it needs
   end_mps
 }
 
-# sanitize TOOL OPTION...: over the tiny rounds, and over the C example
+# sanitize TOOL OPTION...: over the tests marked for it, and over the C example
 sanitize() {
   local tool=$1
   shift
-  check "$tool" 150 compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" \
-    "${TESTS[@]}" --timeout 140 tests/test_kernels.py -k "$SANITIZED"
+  check "$tool" 400 compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" \
+    "${TESTS[@]}" --timeout 140 "${SANITIZED[@]}"
   check "$tool example" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" \
     build/gpu_kernels/table_peers
 }

@@ -13,6 +13,15 @@ from ep_dispatcher.bench.one_gpu import KernelPlan, OneGpuWorld, WorldShape, loa
 from ep_dispatcher.bench.one_gpu_spec import Round, assert_same_bits, make_round
 from ep_dispatcher.errors import UnavailableError
 
+# Small enough for compute-sanitizer (scripts/gpu_tests.sh): of each kind of test some or all cases.
+# Cases that take an ordering claim away are not: their data is wrong on purpose.
+small = pytest.mark.sanitize
+
+
+def with_small(values: Sequence[object], chosen: Sequence[object]) -> list[object]:
+    """Cases, of which the chosen ones are small enough for compute-sanitizer."""
+    return [pytest.param(value, marks=small) if value in chosen else value for value in values]
+
 
 def route(world: OneGpuWorld, work: Round, *, streams: bool = False) -> list[KernelPlan]:
     """Run the route kernel; nothing is checked."""

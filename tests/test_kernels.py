@@ -18,6 +18,8 @@ from kernel_world import (
     new_world,
     route,
     routing_of,
+    small,
+    with_small,
 )
 
 from ep_dispatcher.bench.one_gpu_spec import make_round
@@ -29,12 +31,13 @@ pytestmark = pytest.mark.gpu(1)
     "kind", ["uniform", "skewed", "all_to_one", "duplicates", "mostly_dropped"]
 )
 @pytest.mark.parametrize("ep_size", [1, 2, 4, 8])
-@pytest.mark.parametrize("alignment", [1, 16, 128])
+@pytest.mark.parametrize("alignment", with_small([1, 16, 128], [16]))
 def test_a_round_equals_the_specification(kind: str, ep_size: int, alignment: int) -> None:
     world = new_world(ep_size=ep_size)
     check_round(world, new_round(world, kind, seed=ep_size, alignment=alignment))
 
 
+@small
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -45,7 +48,7 @@ def test_a_round_equals_the_specification(kind: str, ep_size: int, alignment: in
     ids=["two chunks", "segments", "exact"],
 )
 def test_a_tiny_round(sizes: dict[str, Any]) -> None:
-    """Every kernel in every form, small enough for compute-sanitizer (scripts/gpu_tests.sh)."""
+    """Every kernel in every form, as small as can be."""
     tiny = {"ep_size": 2, "num_experts": 6, "num_topk": 3, "max_tokens": 12, "num_channels": 2}
     world = new_world(**(tiny | {"timeout_s": 60.0, "output_bytes": 1 << 20} | sizes))
     check_round(world, new_round(world, alignment=4))
@@ -53,21 +56,26 @@ def test_a_tiny_round(sizes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("hidden", [8, 72, 1024, 2880, 7168, 7176, 16384])
+@pytest.mark.parametrize("hidden", with_small([8, 72, 1024, 2880, 7168, 7176, 16384], [72, 2880]))
 def test_rows_of_any_length_and_type(dtype: torch.dtype, exact: bool, hidden: int) -> None:
     world = new_world(hidden=hidden, dtype=dtype, exact=exact, max_tokens=40)
     check_round(world, new_round(world))
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "num_topk"), [(4, 1), (10, 2), (16, 4), (64, 22), (64, 33), (256, 8), (300, 64)]
-)
+    ("num_experts", "num_topk"),
+    [
+        pytest.param(4, 1, marks=small), (10, 2), (16, 4), (64, 22),
+        pytest.param(64, 33, marks=small), (256, 8), (300, 64),
+    ],
+)  # fmt: skip
 def test_any_number_of_experts_and_slots(num_experts: int, num_topk: int) -> None:
     world = new_world(num_experts=num_experts, num_topk=num_topk, max_tokens=100)
     check_round(world, new_round(world, "uniform"))
     check_round(world, new_round(world, "duplicates"))
 
 
+@small
 @pytest.mark.parametrize(
     "tokens", [[0, 0, 0, 0], [1, 1, 1, 1], [0, 77, 0, 5], [1, 0, 0, 0], [128, 63, 64, 65]]
 )
@@ -77,29 +85,33 @@ def test_any_number_of_tokens(tokens: list[int]) -> None:
         check_round(world, make_round(world, routing_of(kind, tokens, 4, 16)))
 
 
+@small
 def test_a_token_may_choose_all_experts_of_a_rank() -> None:
     world = new_world(num_experts=16, num_topk=4)
     routing = [torch.arange(4 * rank, 4 * rank + 4).expand(50, 4).contiguous() for rank in range(4)]
     check_round(world, make_round(world, routing))
 
 
+@small
 def test_experts_may_live_anywhere() -> None:
     world = new_world(num_experts=7, expert_rank=(3, 0, 2, 0, 1, 3, 3))
     check_round(world, new_round(world))
 
 
+@small
 def test_k_may_differ_from_call_to_call() -> None:
     world = new_world()
     for num_topk in (4, 1, 3, 2):
         check_round(world, make_round(world, routing_of("duplicates", [64] * 4, num_topk, 16)))
 
 
-@pytest.mark.parametrize("num_channels", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("num_channels", with_small([1, 2, 3, 4, 8, 16], [1, 3, 16]))
 def test_the_number_of_blocks_does_not_change_a_bit(num_channels: int) -> None:
     world = new_world(num_channels=num_channels)
     check_round(world, new_round(world))
 
 
+@small
 @pytest.mark.parametrize("ring_depth", [1, 2, 32])
 def test_the_ring_may_have_any_depth(ring_depth: int) -> None:
     world = new_world(ring_depth=ring_depth, num_channels=2)
@@ -112,6 +124,7 @@ def test_many_tokens_in_several_tiles_of_a_block() -> None:
     check_round(world, new_round(world, "skewed"))
 
 
+@small
 @pytest.mark.parametrize("capacity_rows", [0, 1, 100, 333, 100000])
 def test_rows_past_the_capacity_are_dropped_on_both_sides(capacity_rows: int) -> None:
     world = new_world(num_channels=3)
@@ -120,6 +133,7 @@ def test_rows_past_the_capacity_are_dropped_on_both_sides(capacity_rows: int) ->
         check_round(world, work)
 
 
+@small
 @pytest.mark.parametrize("form", FORMS)
 def test_a_sum_of_one_term_keeps_its_bits_and_of_none_is_plus_zero(form: str) -> None:
     world = new_world(dtype=torch.float16, num_topk=2)
@@ -136,6 +150,7 @@ def test_a_sum_of_one_term_keeps_its_bits_and_of_none_is_plus_zero(form: str) ->
         assert not bits.any()
 
 
+@small
 @pytest.mark.parametrize("form", FORMS)
 def test_sums_follow_the_specified_order(form: str) -> None:
     """2^24, 1, -2^24 sum to 0 or 1 depending on the order."""
@@ -148,6 +163,7 @@ def test_sums_follow_the_specified_order(form: str) -> None:
     assert out[0].tolist() == [[0.0] * 8] * 2
 
 
+@small
 def test_plans_may_be_used_in_any_order_and_any_number_of_times() -> None:
     world = new_world()
     first, second = new_round(world, seed=1), new_round(world, "skewed", seed=2, alignment=16)
@@ -161,6 +177,7 @@ def test_plans_may_be_used_in_any_order_and_any_number_of_times() -> None:
     check_rows(first, dispatch(world, first, plans[0]))
 
 
+@small
 def test_two_rounds_may_be_under_way_at_once() -> None:
     """Dispatch, dispatch, combine, combine; the host waits for none of them."""
     world = new_world()
@@ -259,6 +276,7 @@ def test_rows_past_two_to_the_31_elements() -> None:
         assert torch.equal(out[0], x[0])
 
 
+@small
 def test_bad_experts_and_unequal_alignments_are_named() -> None:
     world = new_world()
     work = new_round(world, "uniform")

@@ -78,13 +78,15 @@ __device__ void wait_for_readers(const EpCombineArgs& args, int channel, GatherS
   }
 }
 
-// Waits for a stage and reads this lane's part of it; where the segment is shorter, what lies there.
 // A load depends on no other rank's progress, so this wait needs no deadline.
-__device__ __forceinline__ void read_stage(const Gatherer& own, int stage, uint32_t parity,
-                                           uint4* raw) {
-  const uint32_t from = own.stages + stage * kGatherStageBytes + 16 * own.lane;
+__device__ __forceinline__ void wait_for_stage(const Gatherer& own, int stage, uint32_t parity) {
   while (!mbarrier_try(own.full + 8 * stage, parity)) {
   }
+}
+
+// Reads this lane's part of a stage; where the segment is shorter, what lies there.
+__device__ __forceinline__ void read_stage(const Gatherer& own, int stage, uint4* raw) {
+  const uint32_t from = own.stages + stage * kGatherStageBytes + 16 * own.lane;
 #pragma unroll
   for (int pass = 0; pass < kGatherPasses; ++pass) {
     raw[pass] = load_shared(from + 512 * pass);
@@ -102,12 +104,26 @@ __device__ void sum_tokens(const Gatherer& own) {
   loader.start();
   while (!loader.empty()) {
     uint4 raw[kGatherPasses];
-    read_stage(own, stage, parity, raw);
-    const uint32_t mark = loader.take_mark();
+    wait_for_stage(own, stage, parity);
+    uint32_t mark = 0;
+    int token = 0;
+    const bool early = mutated(own.args.context, Mutation::kGatherLoadFirst);
+    if (early) {
+      mark = loader.take_mark();
+      token = loader.token(stage);
+      loader.load(stage);
+    }
+    if (early || mutated(own.args.context, Mutation::kGatherReadLate)) {
+      test_stall(own.args.context);
+    }
+    read_stage(own, stage, raw);
+    mark = early ? mark : loader.take_mark();
     sum.add(raw, (mark & kEndsRank) != 0);
-    const int token = (mark & kEndsToken) != 0 ? loader.token(stage) : 0;
-    __syncwarp();  // G4
-    loader.load(stage);
+    if (!early) {
+      token = (mark & kEndsToken) != 0 ? loader.token(stage) : 0;
+      __syncwarp();  // G4
+      loader.load(stage);
+    }
     if ((mark & kEndsToken) != 0) {
       char* out = static_cast<char*>(own.args.out) + token * own.row_bytes +
                   int64_t{segment} * kGatherStageBytes;

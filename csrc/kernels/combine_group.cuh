@@ -235,13 +235,20 @@ __device__ void sum_segments(const Group& group, int64_t row_bytes) {
         return;
       }
       char* outbox = group.outbox(out.at());
+      const bool early = mutated(group.block.context, Mutation::kCombineOutboxFirst);
+      if (early) {
+        mbarrier_arrive(&shared->outbox_full[out.at()]);
+        test_stall(group.block.context);
+      }
       if (alone) {
         copy_to_outbox(outbox, stage, num_vectors);
       } else {
         write_outbox<kTerm, kSum>(outbox, num_vectors, sum);
       }
       fence_proxy_async_shared();  // O5
-      mbarrier_arrive(&shared->outbox_full[out.at()]);
+      if (!early) {
+        mbarrier_arrive(&shared->outbox_full[out.at()]);
+      }
       out.step();
       segment = segment == last ? 0 : segment + 1;
     }

@@ -22,9 +22,12 @@ enum class Mutation : int32_t {
   kCombineSkipPartial = 22,  // combine O2
   kCombineSkipCredit = 23,   // combine O3
   kCombineSkipEntry = 24,    // combine O4
+  kCombineOutboxFirst = 25,  // combine O5
   kGatherSkipEntry = 31,     // combine by gathering G1
   kGatherSkipDone = 32,      // combine by gathering G3
   kGatherDoneFirst = 33,     // combine by gathering G2
+  kGatherLoadFirst = 34,     // combine by gathering G4
+  kGatherReadLate = 35,      // keeps G4, and is as late
   kRailSignalFirst = 41,     // rails R1, of records
   kRailSkipWait = 42,        // rails R2
   kRailSkipEntry = 43,       // rails R3
