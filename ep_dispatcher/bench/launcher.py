@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -27,13 +28,14 @@ import torch.distributed as dist
 
 from ep_dispatcher.agreement import gather_json
 from ep_dispatcher.bench.spec import Device, Method, Work
-from ep_dispatcher.bench.worker import FAILED, Job, result_file
+from ep_dispatcher.bench.worker import FAILED, WHERE, Job, result_file
 from ep_dispatcher.collectives import Collectives
 from ep_dispatcher.errors import ConfigError
 
 _POLL_S = 0.05
 _GRACE_S = 10.0  # for the peers of a rank that has ended badly
 _RECOVERY_S = 60.0
+_TELL_S = 0.5  # for a process that is asked where it is
 _SHORT = 2000  # characters of a rank's standard error that are looked through
 
 
@@ -277,7 +279,8 @@ class _Processes:
                 why = why or "was ended, as the time budget of the run was used up"
                 break
             if time.monotonic() > deadline:
-                why = why or f"took longer than its time limit of {limit_s:.0f} s and was ended"
+                limit = f"took longer than its time limit of {limit_s:.0f} s and was ended"
+                why = why or limit + self._where()
                 break
         self.end()
         return why or (self._describe() if self._bad_rank() is not None else None)
@@ -322,6 +325,18 @@ class _Processes:
         tail = f": {' '.join(lines[-1].split())[:300]}" if lines else ""
         return f"rank {self._ranks[position]} died with {how}{tail}"
 
+    def _where(self) -> str:
+        """In which function the first rank that still runs is, as far as Python can tell."""
+        position = next((n for n, each in enumerate(self._running) if each.poll() is None), None)
+        if position is None:
+            return ""
+        seen = self._logs[position].stat().st_size
+        self._running[position].send_signal(WHERE)
+        time.sleep(_TELL_S)
+        text = self._logs[position].read_bytes()[seen:].decode(errors="replace")
+        frames = innermost(text)
+        return f"; rank {self._ranks[position]} was in {frames}" if frames else ""
+
     def end(self) -> None:
         """End what still runs; by force, as it may wait inside a library."""
         for process in self._running:
@@ -340,6 +355,20 @@ def _read_results(folder: Path, first: int, stop: int, ranks: Sequence[int]) -> 
             if file.exists():
                 found[f"{number}.{rank}"] = json.loads(file.read_text(encoding="utf-8"))
     return found
+
+
+def innermost(dump: str) -> str:
+    """The innermost frame of a traceback that faulthandler wrote, and of this package's.
+
+    Example: 'File "/a/torch/cuda.py", line 9 in wait' above 'File "/b/ep_dispatcher/c.py", line 5
+    in f' -> "wait (cuda.py:9), called from f (c.py:5)".
+    """
+    frames = re.findall(r'File "([^"]+)", line (\d+)\s+in (\S+)', dump)
+    words = [f"{name} ({file.rsplit('/', 1)[-1]}:{line})" for file, line, name in frames]
+    ours = [n for n, (file, _, _) in enumerate(frames) if "/ep_dispatcher/" in file]
+    if not ours or ours[0] == 0:
+        return words[0] if words else ""
+    return f"{words[0]}, called from {words[ours[0]]}"
 
 
 def _is_consequence(error: str) -> bool:

@@ -10,8 +10,10 @@ the process writes the reason and ends, as its peers may be waiting in the middl
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -30,6 +32,7 @@ from ep_dispatcher.bench.spec import Method, Work
 from ep_dispatcher.collectives import Collectives
 
 FAILED = 3
+WHERE = signal.SIGUSR1
 _NCCL_CTAS = 16  # of the group that only checks and meetings use
 
 
@@ -111,6 +114,8 @@ class Worker:
         place = Place(
             group=dist.group.WORLD, rank=self._rank, device=self._device, name=self._job.backend
         )
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what works before kept may be all that this one needs
         runner = Runner(work, self._job.method, place, self._job.sharing_ranks)
         refusal = None
         try:
@@ -203,6 +208,8 @@ def _one_line(error: BaseException) -> str:
 def main(words: list[str]) -> int:
     """Run the job in the named file; the exit code tells the launcher whether all works ran."""
     job = Job.load(Path(words[0]).read_text(encoding="utf-8"))
+    # The launcher asks so before it ends a process that hangs.
+    faulthandler.register(WHERE, all_threads=False)
     torch.set_num_threads(1)
     try:
         Worker(job).run()

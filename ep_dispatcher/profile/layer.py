@@ -16,7 +16,7 @@ import dataclasses
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,13 +122,23 @@ class LayerBench:
             variant.spans = variant.clock.stop()
 
     def _warm_up(self, variant: Variant, first: Tensor) -> None:
-        """Compare with the first output and run some steps; note why where that cannot be done."""
-        try:
+        """Compare with the first output and run some steps; note why where that cannot be done.
+
+        Ranks agree after each of these, so that a variant runs on all of them or on none. Those
+        that wait inside a call for the rank that failed come here when that call's deadline has
+        passed; Megatron's own calls have NCCL's.
+        """
+
+        def compare() -> None:
             variant.difference = _relative(self._output(variant), first)
-            for _ in range(_WARM_UP):
-                self._step(variant)
-        except Exception as error:  # noqa: BLE001  the other variants are measured all the same
-            variant.error = f"{type(error).__name__}: {error}"
+
+        def step() -> None:
+            self._step(variant)
+
+        for attempt in (compare, *[step] * _WARM_UP):
+            variant.error = _first_error(attempt)
+            if variant.error:
+                return
 
     def close(self) -> None:
         """Close the groups."""
@@ -232,6 +242,18 @@ class LayerBench:
         before = torch.cuda.memory_allocated()
         self._step(variant)
         variant.peak_bytes = torch.cuda.max_memory_allocated() - before
+
+
+def _first_error(attempt: Callable[[], None]) -> str:
+    """Try something on all ranks; returns the first rank's error, to all; empty if it went well."""
+    mine = ""
+    try:
+        attempt()
+    except Exception as error:  # noqa: BLE001  the other variants are measured all the same
+        mine = f"{type(error).__name__}: {error}"
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return next((f"rank {rank}: {error}" for rank, error in enumerate(told) if error), "")
 
 
 def summarise(variant: Variant, runtime: Runtime) -> dict[str, Any]:
@@ -384,7 +406,8 @@ def _report(bench: LayerBench, config: TrainConfig, runtime: Runtime, log: Resul
     summaries = {}
     for variant in bench.variants:
         if variant.error:
-            say(f"{variant.name}: no result on rank {runtime.rank}: {variant.error}")
+            if runtime.is_first:
+                say(f"{variant.name}: no result: {variant.error}")
             continue
         found = summarise(variant, runtime)
         if variant.plugin is not None and found:

@@ -23,6 +23,7 @@ from ep_dispatcher.bench.spec import Work
 
 _MAX_TOKENS = 8192  # tokens of a rank, a constant of the library
 _TOKEN_STEP = 64  # group creation fails for a bound that is no multiple of this
+_NCCL_MOST_CTAS = 32
 _EAGER = 0
 _TIMEOUT_NS = 20_000_000_000
 
@@ -54,12 +55,11 @@ class NcclEpSession(base.PlainSession):
         base.need_cuda(place)
         self._num_local = base.need_even_experts(work, place.name)
         _check_limits(work)
-        base.need("nccl.core", "nccl4py")
+        core = base.need("nccl.core", "nccl4py")
         self._ep: Any = base.need("nccl.ep", "nccl-extensions")
-        interop = base.need("nccl.ep.interop.torch", "nccl-extensions")
         self._work, self._place = work, place
         self._capacity = _capacity(work) if place.name.endswith("/static") else _EAGER
-        self._comm = interop.get_nccl_comm_from_group(place.group)
+        self._comm = _communicator(core, work, place)
         self._group = self._ep.Group.create(self._comm, self._group_config())
         self._handle: Any = None
         self._kept: list[Any] = []  # descriptors must outlive the calls that read them
@@ -88,7 +88,8 @@ class NcclEpSession(base.PlainSession):
                 "libnccl_ep": str(self._ep.get_lib_version()),
             },
             notes=(
-                f"high throughput, expert-major, max_num_sms {self._work.num_sms}",
+                f"high throughput, expert-major, max_num_sms {self._work.num_sms}; max_ctas of its "
+                f"communicator {_most_ctas(self._work)}",
                 f"receive capacity {self._capacity or 'none: eager sizes'}",
                 "zero_copy left at its default; kernels called directly, without autograd",
             ),
@@ -233,6 +234,26 @@ class NcclEpSession(base.PlainSession):
     def _the_buffers(self) -> Buffers:
         assert self._buffers is not None, "plan comes before dispatch"
         return self._buffers
+
+
+def _communicator(core: Any, work: Work, place: base.Place) -> Any:  # noqa: ANN401
+    """A communicator of the same ranks whose collectives keep to the SM budget too.
+
+    With NCCL's default of 32 blocks a rank, the plan's all-gather of ranks that share one GPU may
+    not fit on it at once, and then waits for itself.
+    """
+    mine = core.get_unique_id(empty=place.rank != 0).as_bytes
+    told = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(place.device)
+    dist.broadcast(told, src=0, group=place.group)
+    unique_id = core.UniqueId.from_bytes(told.cpu().numpy().tobytes())
+    config = core.NCCLConfig(max_ctas=_most_ctas(work))
+    with torch.cuda.device(place.device):
+        return core.Communicator.init(work.ranks, place.rank, unique_id, config)
+
+
+def _most_ctas(work: Work) -> int:
+    """Blocks of the communicator's collectives."""
+    return min(work.num_sms, _NCCL_MOST_CTAS)
 
 
 def _capacity(work: Work) -> int:

@@ -26,9 +26,12 @@ from ep_dispatcher.bench.spec import Work
 from ep_dispatcher.errors import EpError
 from ep_dispatcher.memory import persistent_bytes
 
-_OUTPUTS = 9  # recv rows and gradient rows of a round, those fed to it, those of a second stream
+# Alive at once: a round's received rows, the rows and gradient rows fed to it, gradient rows that
+# come back.
+OUTPUTS = 4
 _WEIGHT_BYTES = 4
 _SMALLEST_OUTPUT_BYTES = 64 << 20
+_SPARE_BYTES = 32 << 20  # weights and their gradients, which take blocks of at least 1 MiB
 
 
 class OwnSession:
@@ -169,7 +172,7 @@ def _open_static(work: Work, place: Place, config: EpConfig) -> EPGroup | None:
 def _config(work: Work, tier: Literal["device", "reference"]) -> EpConfig:
     """The group's config, with room for the outputs of the busiest rank."""
     config = work.ep_config(tier)
-    size = _OUTPUTS * most_rows(work) * (work.row_bytes + _WEIGHT_BYTES)
+    size = OUTPUTS * most_rows(work) * (work.row_bytes + _WEIGHT_BYTES) + _SPARE_BYTES
     return dataclasses.replace(config, output_bytes=max(size, _SMALLEST_OUTPUT_BYTES))
 
 
