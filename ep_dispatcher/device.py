@@ -6,8 +6,10 @@ Eager mode waits once a plan, for the few bytes of the mailbox that `route` writ
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +52,23 @@ def unavailable_reason(config: EpConfig) -> str | None:
     if not torch.cuda.is_available():
         return "no GPU is visible to torch"
     return native.missing_reason()
+
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def _on_its_gpu(
+    call: Callable[Concatenate[DeviceBackend, Given], Result],
+) -> Callable[Concatenate[DeviceBackend, Given], Result]:
+    """Run a call on the group's GPU, whichever is the current one, as operations of torch do."""
+
+    @functools.wraps(call)
+    def guarded(self: DeviceBackend, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        with torch.cuda.device(self._session.device):
+            return call(self, *args, **kwargs)
+
+    return guarded
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +138,7 @@ class DeviceBackend:
         """Domains, as NCCL sees them."""
         return self._topology
 
+    @_on_its_gpu
     def plan(self, topk_idx: Tensor | None, alignment: int, refusal: str | None) -> Plan | None:
         """See `Backend.plan`.
 
@@ -171,6 +191,7 @@ class DeviceBackend:
             transport=Routes(pointers, (routing, tensors["words"], tensors["longs"])),
         )
 
+    @_on_its_gpu
     def dispatch(
         self, plan: Plan, x: Tensor, topk_weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
@@ -193,6 +214,7 @@ class DeviceBackend:
         self._launch_dispatch(call, plan)
         return recv_x, recv_weights
 
+    @_on_its_gpu
     def combine(
         self, plan: Plan, expert_out: Tensor, row_weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
@@ -219,6 +241,7 @@ class DeviceBackend:
         self._launch_combine(call, plan, wants_gradients=weights is not None)
         return out, None if weights is None else weights[:, : plan.num_topk]
 
+    @_on_its_gpu
     def empty_rows(self, plan: Plan) -> Tensor:
         """See `Backend.empty_rows`; in the arena where combine gathers, else plain memory."""
         sizes = (plan.num_recv_rows, self._config.shape.hidden)
@@ -245,6 +268,7 @@ class DeviceBackend:
             self._mailbox[:_TICKET_BYTES] = 0
             self._refuse(letter, "than ours in an earlier plan")
 
+    @_on_its_gpu
     def close(self, *, failed: bool = False) -> None:
         """Free the tier; collective, unless something has failed or a fault ended the group."""
         self._session.close(failed=failed)

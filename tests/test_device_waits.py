@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +25,7 @@ from ep_dispatcher import (
     device_wait,
 )
 from ep_dispatcher.collectives import Collectives
+from ep_dispatcher.device import DeviceBackend
 from ep_dispatcher.device_session import DeviceSession
 from ep_dispatcher.plan import Placement
 from ep_dispatcher.testing import run_ranks
@@ -212,3 +215,39 @@ def test_a_session_that_one_rank_cannot_make_is_refused_on_all(
         return str(refused.value)
 
     assert run_ranks(2, refusal) == ["on rank 1: no pinned memory"] * 2
+
+
+class HereError(Exception):
+    """The call has come as far as the session."""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda backend: backend.plan(None, 1, "refused"),
+        lambda backend: backend.dispatch(None, None, None),
+        lambda backend: backend.combine(None, None, None),
+        lambda backend: backend.close(),
+    ],
+    ids=["plan", "dispatch", "combine", "close"],
+)
+def test_calls_run_on_the_gpu_of_the_group(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[Any], object]
+) -> None:
+    """A launch would else go to whichever GPU is the current one."""
+    entered = []
+
+    @contextmanager
+    def device(which: str) -> Iterator[None]:
+        entered.append(which)
+        yield
+
+    def come(**_: object) -> None:
+        raise HereError
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    backend: Any = DeviceBackend.__new__(DeviceBackend)
+    backend._session = SimpleNamespace(device="the group's", check=come, close=come)
+    with pytest.raises(HereError):
+        call(backend)
+    assert entered == ["the group's"]
