@@ -19,6 +19,7 @@ from ep_dispatcher import (
     EpConfig,
     EpTimeoutError,
     MoeShape,
+    ShapeError,
     UnavailableError,
     device_faults,
     device_session,
@@ -217,6 +218,19 @@ def test_a_session_that_one_rank_cannot_make_is_refused_on_all(
     assert run_ranks(2, refusal) == ["on rank 1: no pinned memory"] * 2
 
 
+def gpus_entered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Which GPUs are made the current one from now on."""
+    entered: list[object] = []
+
+    @contextmanager
+    def device(which: object) -> Iterator[None]:
+        entered.append(which)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    return entered
+
+
 class HereError(Exception):
     """The call has come as far as the session."""
 
@@ -235,19 +249,28 @@ def test_calls_run_on_the_gpu_of_the_group(
     monkeypatch: pytest.MonkeyPatch, call: Callable[[Any], object]
 ) -> None:
     """A launch would else go to whichever GPU is the current one."""
-    entered = []
-
-    @contextmanager
-    def device(which: str) -> Iterator[None]:
-        entered.append(which)
-        yield
+    entered = gpus_entered(monkeypatch)
 
     def come(**_: object) -> None:
         raise HereError
 
-    monkeypatch.setattr(torch.cuda, "device", device)
     backend: Any = DeviceBackend.__new__(DeviceBackend)
     backend._session = SimpleNamespace(device="the group's", check=come, close=come)
     with pytest.raises(HereError):
         call(backend)
     assert entered == ["the group's"]
+
+
+def test_a_routing_that_lies_elsewhere_is_refused_before_the_others_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rank takes part in the plan, which tells its peers."""
+    gpus_entered(monkeypatch)
+    refused = []
+    backend: Any = DeviceBackend.__new__(DeviceBackend)
+    backend._session = SimpleNamespace(device=torch.device("cuda", 0), check=lambda: None)
+    backend._config = SimpleNamespace(recv_capacity_rows=None)
+    backend._refuse_to_plan = lambda: refused.append(True)
+    with pytest.raises(ShapeError, match="topk_idx is on cpu; the device tier of this rank works"):
+        backend.plan(torch.zeros(4, 2, dtype=torch.int64), 1, None)
+    assert refused == [True]
