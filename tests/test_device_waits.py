@@ -269,7 +269,9 @@ def test_a_routing_that_lies_elsewhere_is_refused_before_the_others_wait_for_it(
     refused = []
     backend: Any = DeviceBackend.__new__(DeviceBackend)
     backend._session = SimpleNamespace(device=torch.device("cuda", 0), check=lambda: None)
-    backend._config = SimpleNamespace(recv_capacity_rows=None)
+    backend._config = SimpleNamespace(recv_capacity_rows=64)
+    backend._module = SimpleNamespace(read_mailbox=lambda _: SimpleNamespace(ticket=0))
+    backend._mailbox = torch.zeros(8)
     backend._refuse_to_plan = lambda: refused.append(True)
     with pytest.raises(ShapeError, match="topk_idx is on cpu; the device tier of this rank works"):
         backend.plan(torch.zeros(4, 2, dtype=torch.int64), 1, None)
