@@ -227,6 +227,7 @@ def epochs_differ(
             torch.cuda._sleep(int(cycles))
             with poisoned_memory():
                 got = run_once(device, given[number % rounds])
+            torch.cuda.synchronize()  # as in rounds_differ
             what = differences(got, wanted[number % rounds])
             found += [f"epoch {epoch}: {name}" for name in what]
     return found
@@ -251,6 +252,7 @@ def plans_interleaved(process_group: dist.ProcessGroup, case: Case) -> list[str]
             ]
             outs = [group.combine(plan, row[0]) for plan, row in zip(plans, rows, strict=True)]
             again = [group.dispatch(plan, out)[0] for plan, out in zip(plans, outs, strict=True)]
+            torch.cuda.synchronize()  # as in rounds_differ
             results.append([*[row[0].clone() for row in rows], *outs, *again])
     return [
         str(index)

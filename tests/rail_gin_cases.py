@@ -7,7 +7,7 @@ import dataclasses
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from device_cases import (
     Case,
     Inputs,
-    graph_replays_differ,
     inputs,
     rounds_differ,
     run_once,
@@ -52,20 +51,15 @@ def settings(network: Network) -> Iterator[None]:
             del os.environ[name]
 
 
-def rounds_differ_on(
-    process_group: dist.ProcessGroup, case: RailCase, rounds: int, network: Network
+def differ_on(
+    process_group: dist.ProcessGroup,
+    network: Network,
+    work: Callable[..., list[str]],
+    *args: object,
 ) -> list[str]:
-    """`rounds_differ` over such a network."""
+    """What `work(process_group, *args)` finds to differ over such a network."""
     with settings(network):
-        return rounds_differ(process_group, case, rounds)
-
-
-def replays_differ_on(
-    process_group: dist.ProcessGroup, case: RailCase, rounds: int, network: Network
-) -> list[str]:
-    """`graph_replays_differ` over such a network."""
-    with settings(network):
-        return graph_replays_differ(process_group, case, rounds)
+        return work(process_group, *args)
 
 
 def captured_without_capacity(process_group: dist.ProcessGroup, case: RailCase) -> str:

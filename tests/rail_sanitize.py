@@ -20,14 +20,13 @@ from typing import cast
 
 import torch
 from kernel_world import routing_of
-from rail_cases import new_rail_world, no_faults
+from rail_cases import WORLDS, new_rail_world, no_faults
 from torch import Tensor
 
 from ep_dispatcher.bench.one_gpu import OneGpuWorld
 from ep_dispatcher.bench.one_gpu_spec import Round, assert_same_bits, make_round
 from ep_dispatcher.bench.rail_world import RailWorld
 
-WORLDS = [(2, 1), (2, 2)]  # domains, ranks of each
 TIMEOUT_S = 60.0  # the kernels run a thousand times slower
 
 
@@ -101,6 +100,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """A round for each world and net."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nets", nargs="*", default=["loop", "chaos"])
+    names = [f"{domains}x{size}" for domains, size in WORLDS]
+    parser.add_argument("--worlds", nargs="*", choices=names, default=names)
     parser.add_argument("--overrun", action="store_true")
     options = parser.parse_args(words)
     start = time.monotonic()
@@ -111,13 +112,14 @@ def main(words: Sequence[str] | None = None) -> int:
     torch.zeros(1, device="cuda")
     say("context")
     for net in options.nets:
-        for num_domains, domain_size in WORLDS:
+        for name in options.worlds:
+            num_domains, domain_size = map(int, name.split("x"))
             world = new_rail_world(
                 num_domains, domain_size, net=net, num_blocks=1, num_channels=2, ring_depth=2,
                 num_experts=8, num_topk=2, hidden=64, max_tokens=8, output_bytes=1 << 16,
                 timeout_s=TIMEOUT_S,
             )  # fmt: skip
-            say(f"{net} {num_domains}x{domain_size}: world")
+            say(f"{net} {name}: world")
             check_tiny_round(world, say, overrun=options.overrun)
     return 0
 

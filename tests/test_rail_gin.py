@@ -11,7 +11,13 @@ from collections.abc import Iterator
 
 import pytest
 import rail_gin_cases as cases
-from device_cases import rounds_differ
+from device_cases import (
+    block_counts_differ,
+    epochs_differ,
+    graph_replays_differ,
+    plans_interleaved,
+    rounds_differ,
+)
 from rail_gin_world import LIMIT_S, WORLD_IDS, WORLDS, Domains, open_domains
 
 PLAIN: cases.Network = {}
@@ -47,7 +53,7 @@ def domains(request: pytest.FixtureRequest, plugin: str) -> Iterator[Domains]:
 def test_every_result_is_the_references(domains: Domains, network: cases.Network) -> None:
     """Plan, rows, weights, sums and both gradients, with routings that change."""
     case = domains.case(kind="any", num_topk=4, alignment=16)
-    assert not any(domains.run(cases.rounds_differ_on, case, 3, network))
+    assert not any(domains.run(cases.differ_on, network, rounds_differ, case, 3))
 
 
 @pytest.mark.parametrize(
@@ -57,12 +63,45 @@ def test_every_result_is_the_references(domains: Domains, network: cases.Network
         {"dtype": "float32", "hidden": 1024, "num_experts": 9},
         {"precision": "exact", "num_topk": 4},
         {"kind": "all_to_one"},
+        {"kind": "one_rank", "num_topk": 8},
+        {"kind": "skewed", "hidden": 1024, "num_topk": 8, "num_experts": 32, "alignment": 128},
+        {"tokens": (1, 1, 1, 1), "num_topk": 1, "num_experts": 9},
+        {"tokens": (0, 0, 0, 0)},
+        {"dtype": "float16", "hidden": 72, "num_sms": 1},
         {"hidden": 7168, "num_topk": 8, "num_experts": 32, "tokens": (300, 200, 100, 257)},
     ],
-    ids=["ragged", "float32", "exact", "all to one", "large"],
+    ids=[
+        "ragged",
+        "float32",
+        "exact",
+        "all to one",
+        "one rank",
+        "skewed",
+        "one token",
+        "no tokens",
+        "short rows",
+        "large",
+    ],
 )
 def test_other_shapes_are_the_references(domains: Domains, changes: dict[str, object]) -> None:
     assert not any(domains.run(rounds_differ, domains.case(**changes)))
+
+
+@pytest.mark.parametrize("network", [PLAIN, late(7)], ids=["plain", "late7"])
+def test_many_epochs_with_late_ranks(domains: Domains, network: cases.Network) -> None:
+    """Nine routings in turns; before each round every rank sleeps for a time of its own."""
+    case = domains.case(kind="any", num_topk=3, tokens=(33, 0, 16, 9))
+    assert not any(domains.run(cases.differ_on, network, epochs_differ, case, 9, 100))
+
+
+def test_the_number_of_blocks_does_not_change_a_bit(domains: Domains) -> None:
+    """As far as the blocks of all ranks fit on one GPU."""
+    assert not any(domains.run(block_counts_differ, domains.case(kind="any"), (2, 4, 8, 16), 64))
+
+
+def test_two_plans_interleave(domains: Domains) -> None:
+    """Two dispatches, then two combines; each plan is used again."""
+    assert not any(domains.run(plans_interleaved, domains.case(kind="any")))
 
 
 def test_each_token_crosses_to_each_domain_once_and_so_does_its_sum(
@@ -92,7 +131,7 @@ def test_a_graph_of_a_layer_replays_with_other_routings(
 ) -> None:
     """Forward and backward in one CUDA graph: the proxy's thread runs whether or not one waits."""
     case = domains.case(tokens=(64, 32, 48, 64), capacity=64 * domains.num_ranks * 2, alignment=16)
-    assert not any(domains.run(cases.replays_differ_on, case, 4, network))
+    assert not any(domains.run(cases.differ_on, network, graph_replays_differ, case, 4))
 
 
 def test_a_graph_of_sizes_that_the_host_waits_for_is_refused(domains: Domains) -> None:
