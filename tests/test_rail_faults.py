@@ -207,9 +207,33 @@ def test_many_epochs_with_changing_routing(net: str) -> None:
 
 
 @pytest.mark.parametrize("net", ["loop", "chaos"])
-def test_plans_may_be_used_in_any_order(net: str) -> None:
+def test_a_thousand_epochs_with_late_ranks(net: str) -> None:
+    """Nine routings in turns; in every fifth epoch each rank is late by a time of its own."""
+    world = new_rail_world(2, 2, hidden=64, max_tokens=33, net=net, mutations=True)
+    kinds = ("uniform", "duplicates", "mostly_dropped")
+    works = [new_rail_round(world, kind, seed) for seed in range(3) for kind in kinds]
+    generator = torch.Generator().manual_seed(1)
+    for epoch in range(1000):
+        most_us = 200 if epoch % 5 == 0 else 1
+        delays = torch.randint(0, most_us, (4,), generator=generator).tolist()
+        for context, delay in zip(world.contexts, delays, strict=True):
+            context.test_delay_us = delay
+        work = works[epoch * 7 % len(works)]
+        plans = rail_plan(world, work)
+        rows = rail_dispatch(world, work, plans, duplicate=epoch % 2)
+        sums = rail_combine(world, work, plans)
+        if epoch % 10 == 9:
+            check_plans(world, work, plans)
+        check_rows(work, rows)
+        check_sums(work, sums)
+    no_faults(world)
+
+
+@pytest.mark.parametrize("net", ["loop", "chaos"])
+@pytest.mark.parametrize(("num_domains", "domain_size"), WORLDS)
+def test_plans_may_be_used_in_any_order(num_domains: int, domain_size: int, net: str) -> None:
     """Two dispatches, then two combines, and others: as pipelines and recomputation call."""
-    world = new_rail_world(4, 2, net=net)
+    world = new_rail_world(num_domains, domain_size, net=net)
     works = [new_rail_round(world, "duplicates", 1), new_rail_round(world, "skewed", 2)]
     plans = [rail_plan(world, work) for work in works]
     for at in (0, 1, 0, 0, 1):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from kernel_world import (
@@ -22,6 +25,7 @@ from rail_cases import (
     rail_dispatch,
     rail_plan,
 )
+from torch import Tensor
 
 from ep_dispatcher.bench.one_gpu_spec import make_round
 from ep_dispatcher.bench.rails_one_gpu import RailBench, RailSetting
@@ -37,6 +41,49 @@ def test_a_round_equals_the_specification(
 ) -> None:
     world = new_rail_world(num_domains, domain_size)
     check_rail_round(world, new_rail_round(world, kind, num_domains, alignment=alignment))
+
+
+def _one_rank(tokens: Sequence[int], num_experts: int) -> list[Tensor]:
+    """Each token takes all experts of one rank, which changes from token to token."""
+    local = num_experts // len(tokens)
+    routing = []
+    for rank, count in enumerate(tokens):
+        owner = (torch.arange(count) + rank).remainder(len(tokens)).unsqueeze(1)
+        routing.append(owner * local + torch.arange(local))
+    return routing
+
+
+# Tokens of rank r are tokens[r % 4]; 65 and 33 are one more than chunks of 32 hold.
+SHAPES: dict[str, dict[str, Any]] = {
+    "all to one": {"kind": "all_to_one", "tokens": (65, 33, 64, 1)},
+    "skewed by 128": {"kind": "skewed", "tokens": (65, 33, 64, 1), "alignment": 128},
+    "ragged": {"kind": "duplicates", "tokens": (65, 0, 1, 33)},
+    "mostly dropped": {"kind": "mostly_dropped", "tokens": (0, 65, 33, 0)},
+    "one rank": {"kind": "one_rank", "tokens": (65, 33, 64, 1)},
+    "one token": {"kind": "uniform", "tokens": (1, 1, 1, 1), "num_topk": 1},
+    "no token": {"kind": "uniform", "tokens": (0, 0, 0, 0)},
+}
+
+
+@pytest.mark.parametrize("net", ["loop", "chaos"])
+@pytest.mark.parametrize(("num_domains", "domain_size"), WORLDS)
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_extreme_routings_equal_the_specification(
+    num_domains: int, domain_size: int, name: str, net: str
+) -> None:
+    """Each twice, so that the second finds what the first left."""
+    given = SHAPES[name]
+    num_ranks, num_topk = num_domains * domain_size, given.get("num_topk", 4)
+    tokens = [given["tokens"][rank % 4] for rank in range(num_ranks)]
+    if given["kind"] == "one_rank":
+        routing = _one_rank(tokens, 16)
+        num_topk = 16 // num_ranks
+    else:
+        routing = routing_of(given["kind"], tokens, num_topk, 16)
+    world = new_rail_world(num_domains, domain_size, net=net, num_topk=num_topk)
+    for seed in range(2):
+        work = make_round(world, routing, alignment=given.get("alignment", 1), seed=seed)
+        check_rail_round(world, work)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -105,7 +152,7 @@ def test_unequal_alignments_are_refused_in_every_domain() -> None:
     check_rail_round(world, new_rail_round(world, "uniform"))
 
 
-@pytest.mark.parametrize("num_channels", [1, 3, 8])
+@pytest.mark.parametrize("num_channels", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize("num_blocks", [1, 3])
 def test_the_number_of_blocks_does_not_change_a_bit(num_channels: int, num_blocks: int) -> None:
     world = new_rail_world(num_channels=num_channels, num_blocks=num_blocks)
