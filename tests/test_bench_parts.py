@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ep_dispatcher.accounting import LINKS
 from ep_dispatcher.bench.backends.base import Received
@@ -18,8 +19,9 @@ from ep_dispatcher.bench.bandwidth import count_rows, phase_bytes, rates
 from ep_dispatcher.bench.check import Checker, WrongResult, arrivals_of
 from ep_dispatcher.bench.command import read_lines
 from ep_dispatcher.bench.compare import bootstrap_ratio, compare
+from ep_dispatcher.bench.experts import Experts
 from ep_dispatcher.bench.inputs import make_inputs, make_routing
-from ep_dispatcher.bench.page_data import best_table, newest, series
+from ep_dispatcher.bench.page_data import best_table, host_table, newest, series
 from ep_dispatcher.bench.record import RouterRecorder, experts_of
 from ep_dispatcher.bench.spec import BenchSpec, Work, load_spec
 from ep_dispatcher.bench.stopwatch import MEET, Stopwatch
@@ -270,6 +272,49 @@ def test_equal_and_best_sms_are_shown_side_by_side() -> None:
     table = best_table(lines)
     assert table is not None
     assert table.rows[0][2:] == ("180 / 100 / 120", "16", "100")
+    wider = [line | {"hidden": 32} for line in lines if line["num_sms"] != 16]
+    table = best_table([*lines, *wider])
+    assert table is not None
+    assert table.rows[1][2:] == ("180 / - / 120", "32", "120")  # under the head of all budgets
+
+
+def test_the_host_time_of_each_call_is_shown_where_it_was_measured() -> None:
+    lines = [timed_line([9.0], phase="plan", num_sms=8, host_us=1234.5)]
+    lines += [timed_line([9.0], phase="combine", num_sms=8, host_us=90.2)]
+    lines += [timed_line([9.0], phase="pair", num_sms=8, host_us=7.0)]
+    lines += [timed_line([9.0], phase="dispatch", num_sms=8)]
+    table = host_table(lines)
+    assert table.head[2:] == ("plan", "combine")
+    assert [row[2:] for row in table.rows] == [("1,234", "90")]
+
+
+def test_gradients_of_the_layers_experts_are_not_made_once_for_each_expert() -> None:
+    """Through `matrices[expert]` each of L gradients would be as large as all L matrices."""
+    experts = Experts(replace(WORK, ffn_hidden=16, num_experts=12), 6, CPU)
+    given = received(replace(WORK, num_experts=12))
+    assert given.weights is not None
+    out = experts(given.rows, given.weights, given)
+
+    class Elements(TorchDispatchMode):
+        """Adds up what operations return."""
+
+        count = 0
+
+        def __torch_dispatch__(
+            self,
+            func: torch._ops.OpOverload,
+            types: tuple[type, ...],
+            args: tuple[object, ...] = (),
+            kwargs: dict[str, object] | None = None,
+        ) -> object:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and not func.is_view:
+                self.count += result.numel()
+            return result
+
+    with Elements() as made:  # type: ignore[no-untyped-call]
+        torch.autograd.grad(out, experts.matrices, torch.ones_like(out))
+    assert made.count < 4 * sum(matrix.numel() for matrix in experts.matrices)
 
 
 def test_series_hold_everything_but_the_axis_fixed() -> None:

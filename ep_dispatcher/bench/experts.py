@@ -41,7 +41,8 @@ class Experts:
 
     def __call__(self, rows: Tensor, weights: Tensor, received: Received) -> Tensor:
         """[R, H] and [R] to [R, H], segment by segment."""
-        into, back = self.matrices
+        # Unbound at once: a gradient through `matrix[expert]` is as large as all experts' matrices.
+        into, back = (matrix.unbind(0) for matrix in self.matrices)
         pieces = []
         sizes = received.segment_rows.tolist()
         tail = len(rows) - sum(sizes)

@@ -131,10 +131,10 @@ def phase_table(lines: Sequence[Line]) -> list[Table]:
 def best_table(lines: Sequence[Line]) -> Table | None:
     """Equal SMs against each backend's best SMs; None where SMs were not swept."""
     rows = []
+    budgets = sorted({line["num_sms"] for line in timed(lines)})
     for setting in dict.fromkeys(map(setting_of, timed(lines))):
         mine = [line for line in timed(lines) if setting_of(line) == setting]
-        budgets = sorted({line["num_sms"] for line in mine})
-        if len(budgets) < 2:
+        if len({line["num_sms"] for line in mine}) < 2:
             continue
         for backend in backends_of(mine):
             totals = {
@@ -150,7 +150,7 @@ def best_table(lines: Sequence[Line]) -> Table | None:
                 rows.append((backend, words, cell, str(best), f"{totals[best]:,.0f}"))
     if not rows:
         return None
-    sms_words = " / ".join(str(sms) for sms in sorted({line["num_sms"] for line in timed(lines)}))
+    sms_words = " / ".join(map(str, budgets))
     head = ("backend", "setting", f"us at equal SMs ({sms_words})", "best SMs", "us there")
     note = "Forward round trip; - where a backend was not run."
     return Table("Equal SMs and each one's best", head, tuple(rows), note)
@@ -213,11 +213,29 @@ def cost_table(lines: Sequence[Line]) -> Table:
         "largest error",
     )
     note = (
-        "A round is plan, dispatch, combine and both backwards. Largest error: of a sum against "
-        "float64, as a share of the sum of its terms' magnitudes. Host waits: calls of the CUDA "
-        "runtime that wait; a host that polls memory, as most do for counts, is not seen here."
+        "A round is plan, dispatch, combine and both backwards. CPU: of one process, with all that "
+        "its threads spend in waiting for the device. Largest error: of a sum against float64, as "
+        "a share of the sum of its terms' magnitudes. Host waits: calls of the CUDA runtime that "
+        "wait; a host that polls memory, as most do for counts, is not seen here."
     )
     return Table("Costs beside time", head, tuple(rows), note)
+
+
+def host_table(lines: Sequence[Line]) -> Table:
+    """How long each call keeps the host."""
+    known = [line for line in timed(lines) if "host_us" in line and line["phase"] != "pair"]
+    phases = [phase for phase in SHOWN_PHASES if phase in {line["phase"] for line in known}]
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for line in known:
+        key = line["backend"], f"{setting_words(line)}, {line['num_sms']} SMs"
+        cells.setdefault(key, {})[line["phase"]] = f"{line['host_us']:,.0f}"
+    rows = [(*key, *(mine.get(phase, "") for phase in phases)) for key, mine in cells.items()]
+    note = (
+        "Microseconds from call to return, mean of the rounds, slowest rank. On a GPU the device "
+        "is held for about 2 ms before each call, so a call that takes longer has waited for it, "
+        "and the others are what the host needs to queue them."
+    )
+    return Table("Host time of a call", ("backend", "setting", *phases), tuple(rows), note)
 
 
 def slow_down(lines: Sequence[Line], variant: tuple[str, int]) -> float | None:

@@ -12,6 +12,7 @@ from ep_dispatcher.bench.page_data import (
     Table,
     best_table,
     cost_table,
+    host_table,
     interference_table,
     newest,
     phase_table,
@@ -64,7 +65,7 @@ def _sections(lines: Sequence[Line]) -> list[tuple[str, list[Table]]]:
     sections = [
         ("Times", [*([best] if best else []), *phase_table(lines)]),
         ("Bytes", [rate_table(lines)]),
-        ("Costs", [interference_table(lines), cost_table(lines)]),
+        ("Costs", [interference_table(lines), cost_table(lines), host_table(lines)]),
         ("What ran, and what did not", [proof_table(lines), refusal_table(lines)]),
     ]
     kept = [(title, [table for table in tables if table.rows]) for title, tables in sections]
