@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ep_dispatcher.bench.train_ablation import largest_difference, main
+from ep_dispatcher.bench.train_ablation import (
+    TrainingRun,
+    draw,
+    largest_difference,
+    main,
+    write_page,
+)
 
 
 def test_the_example_of_a_largest_difference() -> None:
@@ -21,3 +28,40 @@ def test_a_run_past_its_limit_is_a_row_without_a_loss(tmp_path: Path) -> None:
     assert "training ended with its time limit of 1 s" in line["error"]
     assert "last_loss" not in line
     assert "time limit of 1 s" in (tmp_path / "ablation.md").read_text()
+
+
+def test_the_picture_and_the_page_hold_what_the_runs_left(tmp_path: Path) -> None:
+    """One that trained, one that trained without known memory, and one that failed."""
+    first = TrainingRun(
+        dispatcher="alltoall",
+        losses=[3.0, 2.0],
+        step_s=[0.25, 0.25],
+        tokens_per_s=512.0,
+        peak_bytes=7_000_000,
+        wall_s=9.0,
+    )
+    second = replace(first, dispatcher="ep_dispatcher", losses=[3.0, 2.2], peak_bytes=None)
+    failed = replace(first, dispatcher="allgather", losses=[], step_s=[], error="ended with 1")
+    runs = [first, second, failed]
+    draw(runs, tmp_path / "ablation.png")
+    write_page(runs, Path("configs/tiny_cpu.yaml"), tmp_path / "ablation.md")
+    assert (tmp_path / "ablation.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "ablation.md").read_text()
+    assert "| alltoall | 2.000000 | 0.00e+00 | 250.0 | 512 | 7 | 9.0 |" in page
+    assert "| ep_dispatcher | 2.200000 | 1.00e-01 | 250.0 | 512 | unknown | 9.0 |" in page
+    assert "| allgather | ended with 1 |" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--config", "configs/tiny_cpu.yaml", "--steps", "3"], "--steps is 3; it must be above 5"),
+        (["--config", "configs/none.yaml"], "configs/none.yaml, which is no file"),
+    ],
+)
+def test_a_wrong_call_is_named_before_anything_trains(
+    words: list[str], answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert answer in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from time import sleep
@@ -26,6 +27,7 @@ from ep_dispatcher.bench.record import RouterRecorder, experts_of
 from ep_dispatcher.bench.spec import BenchSpec, Work, load_spec
 from ep_dispatcher.bench.stopwatch import MEET, Stopwatch
 from ep_dispatcher.bench.trace import RouterTrace, merge_traces, read_trace, write_trace
+from ep_dispatcher.cli import main
 from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.testing import run_ranks
 
@@ -257,6 +259,33 @@ def test_a_time_that_was_lost_is_a_regression() -> None:
     kept, lost = timed_line(NOISY), timed_line(NOISY, phase="combine")
     changes = {change.verdict for change in compare([kept, lost], [kept])}
     assert changes == {"same", "lost"}
+
+
+@pytest.mark.parametrize(
+    ("us", "code", "words"),
+    [
+        (10.0, 0, "1 compared, 0 worse"),
+        (20.0, 3, "slower       10.0 ->       20.0 us  x2.000 [2.000, 2.000]  b dispatch"),
+    ],
+)
+def test_comparing_two_runs_ends_with_what_it_found(
+    us: float, code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, time, gpu in (("a", 10.0, "H100"), ("b", us, "H200")):
+        (tmp_path / name).mkdir()
+        found = timed_line([time] * 20, machine={"gpu": gpu, "load_before": us})
+        (tmp_path / name / "results.jsonl").write_text(json.dumps(found) + "\n")
+    assert main(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")]) == code
+    told = capsys.readouterr().out
+    assert words in told
+    assert "the runs differ in gpu: H100 -> H200" in told
+    assert "load_before" not in told
+
+
+def test_a_layers_cell_is_not_compared_with_one_without_experts() -> None:
+    plain, layer = timed_line([10.0] * 20), timed_line([30.0] * 20, ffn_hidden=64)
+    changes = compare([plain, layer], [plain, layer])
+    assert [change.verdict for change in changes] == ["same", "same"]
 
 
 def test_the_interval_of_equal_rounds_is_a_point() -> None:

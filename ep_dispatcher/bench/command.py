@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ep_dispatcher.bench.backends import BACKENDS, check_name
-from ep_dispatcher.bench.compare import Change, compare
+from ep_dispatcher.bench.compare import Change, compare, differing_facts
 from ep_dispatcher.bench.launcher import Outcome, join_others
 from ep_dispatcher.bench.lines import slowest_rank
 from ep_dispatcher.bench.results import ResultLog, summarise_times
@@ -234,12 +234,8 @@ def shortened(text: str) -> str:
 
 def _compare(args: argparse.Namespace) -> int:
     """`bench compare`."""
-    changes = compare(
-        read_lines([args.before]),
-        read_lines([args.after]),
-        tolerance=args.tolerance,
-        confidence=args.confidence,
-    )
+    before, after = read_lines([args.before]), read_lines([args.after])
+    changes = compare(before, after, tolerance=args.tolerance, confidence=args.confidence)
     worse = sum(change.is_regression for change in changes)
     console = Console(soft_wrap=True)
     if args.json:
@@ -247,6 +243,8 @@ def _compare(args: argparse.Namespace) -> int:
     else:
         for change in changes:
             console.print(_describe(change), highlight=False, markup=False)
+        for fact in differing_facts(before, after):
+            console.print(f"the runs differ in {fact}", highlight=False, markup=False)
         console.print(f"{len(changes)} compared, {worse} worse")
     return REGRESSED if worse else OK
 

@@ -33,8 +33,10 @@ _WORK = (
     "chunk_tokens",
     "combine",
     "duplicates",
+    "ffn_hidden",
     "seed",
 )
+_MACHINE = ("gpu", "gpu_count", "driver", "sharing", "cpu", "cpu_cores")
 
 Line = dict[str, Any]
 Key = tuple[object, ...]
@@ -97,6 +99,33 @@ def compare(
         _judge(key, old.get(key), new.get(key), tolerance, confidence)
         for key in sorted(set(old) | set(new), key=str)
     ]
+
+
+def differing_facts(before: Sequence[Line], after: Sequence[Line]) -> list[str]:
+    """What else than the code differs between two runs, and so may explain a difference of times.
+
+    Returns:
+        Words such as "gpu: H100 -> H200"; machines first, then versions of packages.
+    """
+    facts = []
+    for section in ("machine", "versions"):
+        old, new = (_values_of(lines, section) for lines in (before, after))
+        names = _MACHINE if section == "machine" else sorted(set(old) | set(new))
+        facts += [
+            f"{name}: {old.get(name, 'none')} -> {new.get(name, 'none')}"
+            for name in names
+            if old.get(name) != new.get(name)
+        ]
+    return facts
+
+
+def _values_of(lines: Sequence[Line], section: str) -> dict[str, str]:
+    """Values of a section over all lines; several where they differ, in order."""
+    found: dict[str, dict[str, None]] = {}
+    for line in lines:
+        for name, value in line.get(section, {}).items():
+            found.setdefault(name, {})[str(value)] = None
+    return {name: ", ".join(values) for name, values in found.items()}
 
 
 def bootstrap_ratio(

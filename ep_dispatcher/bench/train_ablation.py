@@ -3,7 +3,7 @@
     python -m ep_dispatcher.bench.train_ablation --config configs/tiny_cpu.yaml --steps 60
 
 Each run is a process tree of its own. Written are a JSON line for each dispatcher, `ablation.png`
-(loss, its difference from the first dispatcher, step time) and `ablation.md`.
+(loss, its difference from the first dispatcher, step time, tokens/s and memory) and `ablation.md`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ep_dispatcher.bench.results import ResultLog, summarise_times
-from ep_dispatcher.errors import ConfigError
 
 DISPATCHERS = ("alltoall", "ep_dispatcher", "allgather")
 WARM_UP_STEPS = 5
 _COLOURS = {"ep_dispatcher": "#0b6e4f", "alltoall": "#c8553d", "allgather": "#3d5a80"}
+_STYLES = ("-", "--", ":")
 _POLL_S = 0.5
 _GRACE_S = 40.0  # torchrun gives its ranks 30 s
 
@@ -165,41 +166,65 @@ def record(runs: Sequence[TrainingRun], config: Path, log: ResultLog, sharing: s
 
 
 def draw(runs: Sequence[TrainingRun], file: Path) -> None:
-    """Loss, its difference from the first run's, and step time, over the steps."""
+    """Loss, its difference from the first run's and step time over the steps; speed and memory."""
     mpl.use("Agg")
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    loss, difference, speed = figure.subplots(1, 3)
-    base = runs[0]
-    styles = ["-", "--", ":"]
-    for number, run in enumerate(run for run in runs if run.error is None):
-        look: dict[str, Any] = {
-            "color": _COLOURS.get(run.dispatcher),
-            "linestyle": styles[number % 3],
-        }
-        steps = range(1, len(run.losses) + 1)
-        loss.plot(steps, run.losses, label=run.dispatcher, linewidth=2, **look)
-        if run is not base:
-            apart = [(a - b) / b for a, b in zip(run.losses, base.losses, strict=False)]
-            difference.plot(range(1, len(apart) + 1), apart, label=run.dispatcher, **look)
-        first = len(run.losses) - len(run.step_s) + 1
-        milliseconds = [step * 1e3 for step in run.step_s]
-        speed.plot(
-            range(first, first + len(run.step_s)), milliseconds, label=run.dispatcher, **look
-        )
-    titles = (
-        (loss, "loss, nats"),
-        (difference, f"relative difference of the loss from {base.dispatcher}"),
-        (speed, "milliseconds a step"),
-    )
-    for axes, title in titles:
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.set_xlabel("step")
-        axes.grid(visible=True, color="#dddddd", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-        if axes.get_legend_handles_labels()[1]:
-            axes.legend(frameon=False, fontsize=9)
-    speed.set_ylim(bottom=0)
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    axes = figure.subplot_mosaic([["loss", "apart", "step"], ["speed", "memory", "memory"]])
+    good = [run for run in runs if run.error is None]
+    for number, run in enumerate(good):
+        _draw_curves(axes, run, runs[0], _STYLES[number % len(_STYLES)])
+    _draw_bars(axes["speed"], {run.dispatcher: run.tokens_per_s for run in good}, "{:,.0f}")
+    peaks = {run.dispatcher: run.peak_bytes / 1e6 for run in good if run.peak_bytes is not None}
+    _draw_bars(axes["memory"], peaks, "{:,.0f}")
+    titles = {
+        "loss": "loss, nats",
+        "apart": f"relative difference of the loss from {runs[0].dispatcher}",
+        "step": "milliseconds a step",
+        "speed": "tokens/s, median of the steps; longer is better",
+        "memory": "peak memory, MB of all ranks together; shorter is better",
+    }
+    for name, title in titles.items():
+        axes[name].set_title(title, fontsize=10, loc="left")
+        axes[name].grid(visible=True, color="#dddddd", linewidth=0.6)
+        axes[name].set_axisbelow(True)
+        axes[name].spines[["top", "right"]].set_visible(False)
+    for name in ("loss", "apart", "step"):
+        axes[name].set_xlabel("step")
+        if axes[name].get_legend_handles_labels()[1]:
+            axes[name].legend(frameon=False, fontsize=9)
+    axes["step"].set_ylim(bottom=0)
     figure.savefig(file, dpi=110, metadata={"Software": None})
+
+
+def _draw_curves(
+    axes: dict[str, Axes], run: TrainingRun, base: TrainingRun, linestyle: str
+) -> None:
+    """One run's loss, difference from the base's loss, and step time."""
+    look: dict[str, Any] = {
+        "color": _COLOURS.get(run.dispatcher),
+        "linestyle": linestyle,
+        "label": run.dispatcher,
+    }
+    axes["loss"].plot(range(1, len(run.losses) + 1), run.losses, linewidth=2, **look)
+    if run is not base:
+        apart = [(a - b) / b for a, b in zip(run.losses, base.losses, strict=False)]
+        axes["apart"].plot(range(1, len(apart) + 1), apart, **look)
+    first = len(run.losses) - len(run.step_s) + 1
+    milliseconds = [step * 1e3 for step in run.step_s]
+    axes["step"].plot(range(first, first + len(run.step_s)), milliseconds, **look)
+
+
+def _draw_bars(axes: Axes, values: dict[str, float], words: str) -> None:
+    """A bar for each run, with its value beside it; nothing where there is none."""
+    if not values:
+        axes.text(0.5, 0.5, "unknown", ha="center", transform=axes.transAxes)
+        return
+    colours = [_COLOURS.get(name, "#888888") for name in values]
+    axes.barh(list(values), list(values.values()), color=colours, height=0.6)
+    for row, value in enumerate(values.values()):
+        axes.text(value, row, f" {words.format(value)}", va="center", fontsize=9)
+    axes.set_xlim(0, 1.15 * max(values.values()))
+    axes.invert_yaxis()
 
 
 def write_page(runs: Sequence[TrainingRun], config: Path, file: Path) -> None:
@@ -294,7 +319,9 @@ def main(words: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if words is None else words)
     args = parser.parse_args(given)
     if args.steps <= WARM_UP_STEPS:
-        raise ConfigError(f"--steps is {args.steps}; it must be above {WARM_UP_STEPS}")
+        parser.error(f"--steps is {args.steps}; it must be above {WARM_UP_STEPS}")
+    if not args.config.is_file():
+        parser.error(f"--config is {args.config}, which is no file")
     runs = [
         train(args.config, name, args.steps, args.out, args.data, args.limit)
         for name in args.dispatchers
