@@ -261,7 +261,7 @@ def plot(machine: Machine, rates: Rates, path: Path) -> None:
     mpl.rcParams["svg.hashsalt"] = "scaling"  # the same file from the same numbers
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.8), sharey=True, layout="constrained")
     for axis, phase, column in zip(axes, ("dispatch", "combine"), (1, 2), strict=True):
         found = [
             one
@@ -282,7 +282,8 @@ def plot(machine: Machine, rates: Rates, path: Path) -> None:
         axis.set_xticks(counts, [str(count) for count in counts])
         axis.grid(alpha=0.3, which="both")
     axes[0].set_ylabel("us")
-    axes[0].legend(fontsize=7)
+    lines, names = axes[0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=4, fontsize=7)
     figure.suptitle(
         "MODEL, no RDMA hardware was used: T=4096 H=7168 K=8 BF16, uniform", fontsize=10
     )
