@@ -293,9 +293,12 @@ def _some_seed_differs(
     return any(failed)
 
 
-@pytest.mark.parametrize("mutation", [0, 41, 42, 44, 45, 51])
+@pytest.mark.parametrize("mutation", [0, 41, 42, 44, 45, 51, 52])
 def test_dispatch_needs_what_orders_its_records(mutation: int) -> None:
-    """Signal first, no wait, a stage reused early, a weak signal, a put before its record."""
+    """Signal first, no wait, a stage reused early, a weak signal, a put before its record.
+
+    52: the signal goes over another channel than its puts.
+    """
 
     def differs(world: RailWorld, work: Round, plans: list[RailPlan]) -> bool:
         rows = rail_dispatch(world, work, plans)
@@ -304,8 +307,9 @@ def test_dispatch_needs_what_orders_its_records(mutation: int) -> None:
     assert _some_seed_differs(mutation, differs) == (mutation != 0)
 
 
-@pytest.mark.parametrize("mutation", [0, 45, 46, 47])
+@pytest.mark.parametrize("mutation", [0, 45, 46, 47, 52])
 def test_the_return_needs_what_orders_its_sums(mutation: int) -> None:
+    """A weak signal, signal first, no wait, the signal over another channel than its puts."""
     def differs(world: RailWorld, work: Round, plans: list[RailPlan]) -> bool:
         sums = rail_combine(world, work, plans)
         return fails(lambda: check_sums(work, sums))

@@ -32,13 +32,14 @@ enum class Mutation : int32_t {
   kRailSkipWait = 42,        // rails R2
   kRailSkipEntry = 43,       // rails R3
   kRailReuseStage = 44,      // rails R5
-  kRailWeakSignal = 45,      // net N1: as if data and signal took two contexts
+  kRailWeakSignal = 45,      // net N1: a signal that waits for no put
   kReturnSignalFirst = 46,   // rails R1, of sums
   kReturnSkipWait = 47,      // rails R2, of sums
   kReturnSkipEntry = 48,     // rails R4
   kRailTopkSkipWait = 49,    // rails R2, of routing
   kRailCountsSkipWait = 50,  // rails, counts inside the domain
   kRailPutFirst = 51,        // rails R1, net N2: as if a put were posted without its release
+  kRailOtherChannel = 52,    // net N1: a signal over another channel than its puts
 };
 
 __device__ __forceinline__ bool mutated([[maybe_unused]] const EpContext& context,

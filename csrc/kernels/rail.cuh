@@ -82,6 +82,14 @@ __device__ inline RailTask rail_task(const RailView& view, int rail_block) {
   return {works ? lane : -1, domain, rail_channel(view.rail, works ? lane : 0, domain), number};
 }
 
+// A task's signals take the channel of its puts (N1). Of two domains a lane's channel to the own one
+// carries nothing else, which is what the mutation needs.
+__device__ inline int signal_channel(const RailView& view, const RailTask& task) {
+  return mutated(view.context, Mutation::kRailOtherChannel)
+             ? rail_channel(view.rail, task.lane, view.me())
+             : task.channel;
+}
+
 // Whether a launch may work: after a fault what earlier ones have left is stale. All threads call
 // it and get the same answer.
 __device__ inline bool may_work(const RailView& view, Watch* watch) {

@@ -32,6 +32,7 @@ __device__ void return_sums(const EpRailReturnArgs& args, const RailView& view, 
       sum_bytes(args.domain) + (args.domain.weights_grad == nullptr ? 0 : 4 * plan.num_topk);
   const bool acts = threadIdx.x % 32 == 0;
   const bool first = mutated(view.context, Mutation::kReturnSignalFirst);
+  const int signals = signal_channel(view, task);
   PutCounter<Net> puts(view, net, watch, task.channel);
   const uint64_t entering = RoleClock::now();
   if (!mutated(view.context, Mutation::kReturnSkipEntry) &&
@@ -43,7 +44,7 @@ __device__ void return_sums(const EpRailReturnArgs& args, const RailView& view, 
   const int area_there = rail_area(task.domain, view.me());
   for (int chunk = task.lane; chunk < view.num_chunks(); chunk += view.layout.lanes) {
     if (first && acts) {
-      net.signal(task.domain, rail_signal_sums(view.layout, task.lane), task.channel);
+      net.signal(task.domain, rail_signal_sums(view.layout, task.lane), signals);
       test_stall(view.context);
     }
     const int64_t start = int64_t{chunk} * EP_RAIL_CHUNK_TOKENS;
@@ -68,7 +69,7 @@ __device__ void return_sums(const EpRailReturnArgs& args, const RailView& view, 
       clock.add_record(puts, waiting, putting, putting);
     }
     if (!first && acts) {
-      net.signal(task.domain, rail_signal_sums(view.layout, task.lane), task.channel);  // R1
+      net.signal(task.domain, rail_signal_sums(view.layout, task.lane), signals);  // R1
     }
     __syncwarp();
   }

@@ -128,7 +128,7 @@ class RecordSender {
 
   __device__ void signal() const {
     if (acts()) {
-      net_.signal(task_.domain, rail_signal_rows(task_.lane), task_.channel);
+      net_.signal(task_.domain, rail_signal_rows(task_.lane), signal_channel(view_, task_));
     }
     __syncwarp();
   }
