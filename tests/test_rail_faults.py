@@ -310,6 +310,7 @@ def test_dispatch_needs_what_orders_its_records(mutation: int) -> None:
 @pytest.mark.parametrize("mutation", [0, 45, 46, 47, 52])
 def test_the_return_needs_what_orders_its_sums(mutation: int) -> None:
     """A weak signal, signal first, no wait, the signal over another channel than its puts."""
+
     def differs(world: RailWorld, work: Round, plans: list[RailPlan]) -> bool:
         sums = rail_combine(world, work, plans)
         return fails(lambda: check_sums(work, sums))
