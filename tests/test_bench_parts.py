@@ -23,6 +23,7 @@ from ep_dispatcher.bench.compare import bootstrap_ratio, compare
 from ep_dispatcher.bench.experts import Experts
 from ep_dispatcher.bench.inputs import make_inputs, make_routing
 from ep_dispatcher.bench.page_data import best_table, host_table, newest, series
+from ep_dispatcher.bench.plots import enclosing
 from ep_dispatcher.bench.record import RouterRecorder, experts_of
 from ep_dispatcher.bench.spec import BenchSpec, Work, load_spec
 from ep_dispatcher.bench.stopwatch import MEET, Stopwatch
@@ -354,6 +355,12 @@ def test_series_hold_everything_but_the_axis_fixed() -> None:
         return float(len(here))  # type: ignore[arg-type]
 
     assert series(lines, "num_tokens", value)[1] == {"b": [(8, 1), (16, 1), (32, 1)]}
+
+
+def test_an_axis_ends_at_ticks() -> None:
+    assert enclosing([633.0, 1833.0]) == (500, 2000)
+    assert enclosing([1000.0]) == (1000, 2000)
+    assert enclosing([0.3, 40.0]) == (0.2, 50)
 
 
 def test_lines_that_are_no_json_are_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -245,6 +246,7 @@ def _curves(
     if log:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.set_ylim(*enclosing([y for curve in points.values() for _, y in curve]))
         axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -255,6 +257,17 @@ def _curves(
     axes.set_ylabel(labels[1])
     axes.legend(fontsize=8, frameon=False)
     return Plot(name, caption, _png(figure))
+
+
+def enclosing(values: Sequence[float]) -> tuple[float, float]:
+    """The nearest ticks (1, 2 or 5 times a power of ten) around positive values.
+
+    Example: 633 and 1833 -> (500, 2000).
+    """
+    powers = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
+    ticks = [step * 10.0**power for power in powers for step in (1, 2, 5)]
+    low = max(tick for tick in ticks if tick <= min(values))
+    return low, min(tick for tick in ticks if tick >= max(values) and tick > low)
 
 
 def _figure(height: float = _SIZE[1]) -> tuple[Figure, Axes]:
