@@ -110,21 +110,23 @@ def backends_of(lines: Sequence[Line]) -> list[str]:
 
 
 def phase_table(lines: Sequence[Line]) -> list[Table]:
-    """For each setting: median and p95 of each phase, by backend and SMs; refusals below."""
-    tables = []
-    for setting in dict.fromkeys(map(setting_of, lines)):
+    """For each setting, fewest ranks first: median and p95 of each phase, by backend and SMs."""
+    tables: list[Table] = []
+    by_ranks = sorted(lines, key=lambda line: int(line["ranks"]))
+    for setting in dict.fromkeys(map(setting_of, by_ranks)):
         mine = [line for line in lines if setting_of(line) == setting]
         found = {line["phase"] for line in timed(mine)}
         phases = [phase for phase in SHOWN_PHASES if phase in found]
         rows = [row for key in _variants(mine) for row in _phase_rows(mine, key, phases)]
         head = ("backend", "SMs", *phases, "round trip", "run")
         note = (
-            "Microseconds, median / 95th percentile of the slowest rank of each round. Pair: "
-            "dispatch, combine and the backward of both, back to back, all permutes included. "
+            "Microseconds, median / 95th percentile of the slowest rank of each round. The backward "
+            "phases hold the backward of the permutes too. Pair: dispatch, combine and the backward "
+            "of both, back to back, all permutes included. "
             "Plan static: the plan where the host waits for nothing. "
             "Round trip: the medians of plan to unpermute, added. Run: `run` of the JSON lines."
         )
-        tables.append(Table(setting_words(mine[0]), head, tuple(rows), note))
+        tables.append(Table(setting_words(mine[0]), head, tuple(rows), "" if tables else note))
     return tables
 
 
