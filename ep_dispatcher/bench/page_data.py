@@ -120,9 +120,9 @@ def phase_table(lines: Sequence[Line]) -> list[Table]:
         rows = [row for key in _variants(mine) for row in _phase_rows(mine, key, phases)]
         head = ("backend", "SMs", *phases, "round trip", "run")
         note = (
-            "Microseconds, median / 95th percentile of the slowest rank of each round. The backward "
-            "phases hold the backward of the permutes too. Pair: dispatch, combine and the backward "
-            "of both, back to back, all permutes included. "
+            "Microseconds, median / 95th percentile of the slowest rank of each round. The "
+            "backward phases hold the backward of the permutes too. Pair: dispatch, combine and "
+            "the backward of both, back to back, all permutes included. "
             "Plan static: the plan where the host waits for nothing. "
             "Round trip: the medians of plan to unpermute, added. Run: `run` of the JSON lines."
         )
