@@ -23,7 +23,13 @@ from ep_dispatcher.device_faults import NO_ROOM, Failure, failure_of, filer_of, 
 from ep_dispatcher.device_memory import OutputPool, heap_bytes_of
 from ep_dispatcher.errors import EpTimeoutError, UnavailableError
 from ep_dispatcher.plan import Placement
-from ep_dispatcher.rails import DomainView, OpenRails, control_bytes_of, owner_tables
+from ep_dispatcher.rails import (
+    DomainView,
+    OpenRails,
+    check_topology,
+    control_bytes_of,
+    owner_tables,
+)
 
 
 class DeviceSession:
@@ -161,6 +167,7 @@ def open_session(collectives: Collectives, config: EpConfig, placement: Placemen
     communicator = open_communicator(collectives)
     num_domains = communicator.properties().num_domains
     topology = topology_from(num_domains, collectives.size, config.virtual_domain_size)
+    check_topology(topology)
     domain = DomainView(topology, placement, collectives.rank)
     arena, rails = None, None
     module = native.load()

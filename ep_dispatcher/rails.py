@@ -15,10 +15,12 @@ from torch import Tensor
 
 from ep_dispatcher import native
 from ep_dispatcher.config import EpConfig, Topology
+from ep_dispatcher.errors import UnavailableError
 from ep_dispatcher.memory import RING_DEPTH, partial_bytes
 from ep_dispatcher.plan import Placement
 from ep_dispatcher.rail_memory import rail_blocks, segment_tokens
 
+MAX_DOMAINS, MAX_DOMAIN_SIZE = 32, 72  # EP_MAX_DOMAINS, EP_MAX_RANKS
 _FEWEST_CONTEXTS = 4  # of GIN; NCCL's own default
 _QUEUE_DEPTH = 256  # posts that NCCL's proxy holds for a context and peer
 _MOST_UNSENT = 16  # puts of a lane on their way: kMostUnsentSums
@@ -72,6 +74,20 @@ class DomainView:
             ring_depth=RING_DEPTH,
             max_tokens=self.topology.num_domains * segment_tokens(config, self.topology),
             partial_bytes=partial_bytes(config),
+        )
+
+
+def check_topology(topology: Topology) -> None:
+    """Refuse more domains, or larger ones, than kernels have room for.
+
+    Raises:
+        UnavailableError: on all ranks alike.
+    """
+    if topology.num_domains > MAX_DOMAINS or topology.domain_size > MAX_DOMAIN_SIZE:
+        raise UnavailableError(
+            f"the ranks are {topology.num_domains} NVLink domains of {topology.domain_size}; the "
+            f"device tier takes up to {MAX_DOMAINS} domains of up to {MAX_DOMAIN_SIZE} ranks: use "
+            "a smaller expert-parallel group, or take the reference tier"
         )
 
 

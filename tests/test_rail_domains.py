@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +15,19 @@ from ep_dispatcher import (
     Placement,
     Topology,
     Tuning,
+    UnavailableError,
 )
 from ep_dispatcher.device import DeviceBackend, Routes
 from ep_dispatcher.rail_device import RailBackend, RailRoutes
 from ep_dispatcher.rail_memory import rail_blocks, segment_tokens
-from ep_dispatcher.rails import DomainView, num_contexts, owner_tables
+from ep_dispatcher.rails import (
+    MAX_DOMAIN_SIZE,
+    MAX_DOMAINS,
+    DomainView,
+    check_topology,
+    num_contexts,
+    owner_tables,
+)
 
 CPU = torch.device("cpu")
 
@@ -57,6 +67,25 @@ def test_a_single_domain_has_the_whole_table() -> None:
     whole = owner_tables(placement.rank_of, 4, CPU)
     assert all(torch.equal(table, whole[name]) for name, table in view.tables(CPU).items())
     assert (view.number, view.index) == (0, 2)
+
+
+@pytest.mark.parametrize(("num_domains", "domain_size"), [(33, 1), (40, 8), (1, 73), (2, 80)])
+def test_more_or_larger_domains_than_kernels_have_room_for_are_refused(
+    num_domains: int, domain_size: int
+) -> None:
+    told = f"{num_domains} NVLink domains of {domain_size}; the device tier takes up to 32 domains"
+    with pytest.raises(UnavailableError, match=told):
+        check_topology(Topology(ep_size=num_domains * domain_size, domain_size=domain_size))
+
+
+def test_the_largest_domains_are_those_of_the_c_interface() -> None:
+    check_topology(Topology(ep_size=MAX_DOMAINS * MAX_DOMAIN_SIZE, domain_size=MAX_DOMAIN_SIZE))
+    api = Path(__file__).parents[1] / "csrc" / "api"
+    if not api.is_dir():
+        pytest.skip("csrc is not beside the tests, so there is no header to compare with")
+    headers = "".join(path.read_text() for path in api.glob("*.h"))
+    for name, value in (("EP_MAX_DOMAINS", MAX_DOMAINS), ("EP_MAX_RANKS", MAX_DOMAIN_SIZE)):
+        assert re.findall(rf"\b{name} = (\d+)", headers) == [str(value)]
 
 
 @pytest.mark.parametrize(
