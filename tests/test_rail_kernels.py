@@ -247,24 +247,44 @@ def test_roles_say_when_they_ran() -> None:
     bench.check()
 
 
-def test_a_graph_replays() -> None:
-    world = new_rail_world(2, 2)
-    work = new_rail_round(world)
-    check_rail_round(world, work)
-    plans = rail_plan(world, work)
-    outputs = world.new_outputs(work.rows, weights=True)
-    calls = world.rail_dispatch_calls(plans, work.x, work.topk_weights, outputs)
-    torch.cuda.synchronize()
+@pytest.mark.parametrize("net", ["loop", "chaos"])
+@pytest.mark.parametrize(("num_domains", "domain_size"), WORLDS)
+def test_a_graph_of_a_round_replays_with_other_routings(
+    num_domains: int, domain_size: int, net: str
+) -> None:
+    """Plan, dispatch, combine and return in static mode, one graph."""
+    world = new_rail_world(num_domains, domain_size, net=net)
+    options: dict[str, Any] = {"alignment": 16, "capacity_rows": 900}
+    works = [new_rail_round(world, "duplicates", seed, **options) for seed in range(3)]
+    held = new_rail_round(world, "uniform", 99, **options)  # the graph's own memory
+    check_rail_round(world, held)
+    plans = [world.new_rail_plan(rank, *topk.shape) for rank, topk in enumerate(held.topk_idx)]
+    outputs = world.new_outputs(held.rows, weights=True)
+    out = [torch.empty_like(rows) for rows in held.x]
+    grads = [torch.empty_like(weights) for weights in held.topk_weights]
+    planning = world.rail_plan_calls(plans, held.topk_idx, 16, 900)
+    domains, returns = world.rail_combine_calls(plans, held.expert_out, out, held.row_grads, grads)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        world.launch("rail_dispatch", calls)
-    for _ in range(3):
-        for recv_x, recv_weights in outputs:
-            assert recv_weights is not None
-            recv_x.fill_(float("nan"))
-            recv_weights.fill_(float("nan"))
+        world.launch("rail_exchange", planning)
+        world.launch("rail_counts", planning)
+        world.launch("route", world.virtual_route_calls(plans, 16, 900))
+        world.launch(
+            "rail_dispatch", world.rail_dispatch_calls(plans, held.x, held.topk_weights, outputs)
+        )
+        world.launch("combine", domains)
+        world.launch("rail_return", returns)
+    for work in works * 4:
+        for name in ("topk_idx", "topk_weights", "x", "expert_out", "row_grads"):
+            for to, source in zip(getattr(held, name), getattr(work, name), strict=True):
+                to.copy_(source)
+        for result in (*out, *grads, *(rows for rows, _ in outputs)):
+            result.fill_(float("nan"))
         graph.replay()
+        check_plans(world, work, plans)
         check_rows(work, outputs)
+        check_sums(work, (out, grads))
+    no_faults(world)
 
 
 @pytest.mark.parametrize("chaos_seed", range(6))
