@@ -298,20 +298,25 @@ def test_late_and_reordered_puts_change_nothing(
 
 
 @pytest.mark.parametrize("net", ["loop", "chaos"])
-def test_a_token_crosses_to_a_domain_once_each_way(net: str) -> None:
-    world = new_rail_world(4, 2, mutations=True, net=net)
+@pytest.mark.parametrize(("num_domains", "domain_size"), WORLDS)
+def test_a_token_crosses_to_a_domain_once_each_way(
+    num_domains: int, domain_size: int, net: str
+) -> None:
+    world = new_rail_world(num_domains, domain_size, mutations=True, net=net)
+    ranks = range(num_domains * domain_size)
     work = new_rail_round(world)
     plans = rail_plan(world, work)
-    start = [world.put_counts(rank) for rank in range(8)]
+    start = [world.put_counts(rank) for rank in ranks]
     rail_dispatch(world, work, plans)
-    sent = [world.put_counts(rank) - start[rank] for rank in range(8)]
+    sent = [world.put_counts(rank) - start[rank] for rank in ranks]
     rail_combine(world, work, plans)
-    back = [world.put_counts(rank) - start[rank] - sent[rank] for rank in range(8)]
+    back = [world.put_counts(rank) - start[rank] - sent[rank] for rank in ranks]
     record = world.shape.row_bytes + 4 * world.shape.num_topk
     for rank, plan in enumerate(work.plans):
-        for domain in range(4):
-            there = (plan.dst_rank >= 0) & (plan.dst_rank // 2 == domain)
-            tokens = 0 if domain == rank // 2 else int(there.any(1).sum())
-            peer = 2 * domain + rank % 2
+        home = rank // domain_size
+        for domain in range(num_domains):
+            there = (plan.dst_rank >= 0) & (plan.dst_rank // domain_size == domain)
+            tokens = 0 if domain == home else int(there.any(1).sum())
+            peer = world.topology.rail_peer(rank, domain)
             assert sent[rank][domain].tolist() == [tokens, tokens * record]
-            assert back[peer][rank // 2].tolist() == [tokens, tokens * record]
+            assert back[peer][home].tolist() == [tokens, tokens * record]
