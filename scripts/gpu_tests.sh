@@ -56,15 +56,20 @@ part_windows() { # processes, by the number of ranks
   end_mps
 }
 
-part_rails() { # one launch and processes; each test says what it needs
-  compgen -G 'tests/test_rail*.py' >/dev/null || return 0
+part_rails() { # one launch, then processes; a world of ranks after the other
+  local world
+  check "rails, one launch" 400 "${TESTS[@]}" --timeout 120 \
+    tests/test_rail_{domains,memory,kernels,faults,send,worlds}.py
   start_mps || return
-  check rails 300 "${TESTS[@]}" tests/test_rail*.py
-  check "doctor --nccl" 200 "${TESTS[@]}" tests/test_doctor_nccl.py
+  for world in 2x1 4x1 2x2 2x4 4x2 8x1; do
+    check "rails, GIN $world" 150 "${TESTS[@]}" --timeout 120 tests/test_rail_gin.py -k "$world"
+  done
+  check "rails, GIN faults" 200 "${TESTS[@]}" --timeout 120 tests/test_rail_gin_faults.py
+  check "doctor --nccl" 200 "${TESTS[@]}" --timeout 120 tests/test_doctor_nccl.py
   end_mps
 }
 
-# sanitize TOOL OPTION...: over the tests marked for it, and over the C example
+# sanitize TOOL OPTION...: over the tests marked for it, the C example and the rails
 sanitize() {
   local tool=$1
   shift
@@ -72,20 +77,17 @@ sanitize() {
     "${TESTS[@]}" --timeout 140 "${SANITIZED[@]}"
   check "$tool example" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" \
     build/gpu_kernels/table_peers
+  check "$tool rails" 200 env PYTHONPATH="$PWD" compute-sanitizer --tool "$tool" \
+    --error-exitcode 9 "$@" "$PYTHON" tests/rail_sanitize.py
 }
 
 part_sanitize() {
-  local tool
   # The kernels share one launch here, so code may be loaded lazily; eager loading takes minutes.
   # Without the cache of torch, each tensor is an allocation whose end the tools can see.
   export CUDA_MODULE_LOADING=LAZY PYTORCH_NO_CUDA_MEMORY_CACHING=1
   sanitize memcheck "${OURS[@]}"
   sanitize initcheck # follows what other kernels write, so it must see them all
   sanitize racecheck "${OURS[@]}"
-  for tool in memcheck racecheck; do
-    check "$tool rails" 150 env PYTHONPATH="$PWD" compute-sanitizer --tool "$tool" \
-      --error-exitcode 9 "${OURS[@]}" "$PYTHON" tests/rail_sanitize.py
-  done
   # It counts a block's barriers from cuda::barrier objects, of which ours are none: told here.
   sanitize synccheck "${OURS[@]}" --num-cuda-barriers 256
   export CUDA_MODULE_LOADING=EAGER
