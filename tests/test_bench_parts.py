@@ -79,6 +79,11 @@ def test_sweeps_expand_to_products_and_repeat_nothing() -> None:
         ({"backends": ["x"], "work": {"domains": 3}}, "it must divide ranks 4"),
         ({"backends": ["x"], "method": {"rounds": 5}}, "rounds is 5; it must be at least 20"),
         ({"backends": ["x"], "device": "tpu"}, "device is 'tpu'"),
+        ({"backends": ["x"], "work": {"ranks": "x"}}, "ranks is 'x'; it must be a whole number"),
+        ({"backends": ["x"], "work": {"ranks": True}}, "ranks is True; it must be a whole number"),
+        ({"backends": ["x"], "work": {"ranks": 0}}, "ranks is 0; it must be at least 1"),
+        ({"backends": ["x"], "work": {"skew": "much"}}, "skew is 'much'; it must be a number"),
+        ({"backends": ["x"], "method": {"usage": "maybe"}}, "it must be true or false"),
         (
             {"backends": ["x", "y"], "sweeps": [{"backends": ["x"], "num_tokens": [4]}]},
             "backend 'y' is in `backends` but no sweep runs it",

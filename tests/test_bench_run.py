@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 import struct
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -175,6 +177,53 @@ def test_a_hang_costs_its_own_row_and_the_run_goes_on(tmp_path: Path) -> None:
     assert "took longer than its time limit of 15 s and was ended; rank 0 was in" in line["error"]
     assert "(torch_all_to_all.py:" in line["error"]  # waits for the rank that never calls
     assert all(line["checked"] for line in lines["torch/all_to_all"])
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_is_left_where_the_bench_is_ended(how: signal.Signals, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "ep_dispatcher", "bench", "run", "--backends", "control/hang"]
+    started = subprocess.Popen([*words, "--out", str(tmp_path), "--no-report", "--set", *TINY])
+    deadline = time.monotonic() + 60
+    while len(workers := children_of(started.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(workers) == 2
+    time.sleep(3)  # they import torch first
+    started.send_signal(how)
+    started.wait(20)
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, workers))
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--budget", "-5"], "budget is -5.0; it must be above 0 seconds"),
+        (["--set", "interference=torch/all_to_all"], "it must be a list of backends"),
+        (["--set", "interference=[typo]"], "unknown backend 'typo'"),
+        (["--set", "routing=replay", "trace=none.npz"], "none.npz"),
+    ],
+)
+def test_a_wrong_run_is_refused_before_anything_starts(
+    words: list[str], answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = ["bench", "run", "--backends", "torch/all_to_all", "--out", str(tmp_path)]
+    assert main([*start, *words]) == 2
+    assert answer in capsys.readouterr().err
+    assert not (tmp_path / "results.jsonl").exists()
 
 
 def test_an_impossible_shape_is_a_row_that_names_it(tmp_path: Path) -> None:

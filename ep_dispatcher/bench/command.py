@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,7 @@ def _run(args: argparse.Namespace) -> int:
             console.print(f"{name:26}{summary}", highlight=False)
         return OK
     spec = _spec(args)
+    signal.signal(signal.SIGTERM, _leave)
     together = join_others()
     words = getattr(args, "words", ["ep-dispatcher", "bench", "run"])
     log = ResultLog(args.out / LINES, words, **({"commit": args.commit} if args.commit else {}))
@@ -144,6 +146,11 @@ def _run(args: argparse.Namespace) -> int:
             _write_report([line for line in read_lines([log.path]) if line["run"] == log.run], args)
     enough = all if args.strict else any
     return OK if enough(outcome.error is None for outcome in outcomes) else NO_TIMES
+
+
+def _leave(number: int, frame: object) -> None:
+    """Leave as after Ctrl-C, so that the ranks' processes are ended too."""
+    raise SystemExit(128 + number)
 
 
 def _console() -> Console:

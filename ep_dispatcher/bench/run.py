@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,7 @@ from ep_dispatcher.bench.launcher import Alone, Launch, Outcome, Team, Together
 from ep_dispatcher.bench.lines import lines_of
 from ep_dispatcher.bench.results import ResultLog
 from ep_dispatcher.bench.spec import BenchSpec, Work
+from ep_dispatcher.bench.trace import read_trace
 from ep_dispatcher.errors import ConfigError, UnavailableError
 
 Tell = Callable[[Outcome], None]
@@ -43,8 +45,15 @@ class Bench:
 
     def __post_init__(self) -> None:
         """Check everything that can be checked before anything is started."""
-        for name, _ in self.spec.pairs():
+        beside = self.spec.method.interference
+        if isinstance(beside, str):
+            raise ConfigError(f"interference is {beside!r}; it must be a list of backends")
+        for name in (*(name for name, _ in self.spec.pairs()), *beside):
             check_name(name)
+        for trace in {work.trace for _, work in self.spec.pairs()} - {None}:
+            read_trace(Path(str(trace)))
+        if self.budget_s is not None and self.budget_s <= 0:
+            raise ConfigError(f"budget is {self.budget_s}; it must be above 0 seconds")
         if self.spec.device == "cuda" and not torch.cuda.is_available():
             raise UnavailableError("device is 'cuda' but torch sees no GPU; set it to 'cpu'")
         if self.together is not None:

@@ -71,6 +71,7 @@ class Work:
 
     def __post_init__(self) -> None:
         """Check what no later step would check in words that name the field."""
+        _check_types(self)
         if self.routing not in ROUTINGS:
             raise ConfigError(f"routing is {self.routing!r}; it must be one of {list(ROUTINGS)}")
         if (self.routing == "replay") != (self.trace is not None):
@@ -80,7 +81,9 @@ class Work:
             )
         if not 0 <= self.masked_fraction <= 1:
             raise ConfigError(f"masked_fraction is {self.masked_fraction}; it must be in [0, 1]")
-        if self.ranks < 1 or self.domains < 1 or self.ranks % self.domains:
+        if self.ranks < 1:
+            raise ConfigError(f"ranks is {self.ranks}; it must be at least 1")
+        if self.domains < 1 or self.ranks % self.domains:
             raise ConfigError(f"domains is {self.domains}; it must divide ranks {self.ranks}")
         if not 1 <= self.num_topk <= self.num_experts:
             raise ConfigError(
@@ -163,6 +166,7 @@ class Method:
 
     def __post_init__(self) -> None:
         """Refuse fewer rounds than a 95th percentile needs, and limits that allow nothing."""
+        _check_types(self)
         if self.rounds < MIN_ROUNDS:
             raise ConfigError(f"rounds is {self.rounds}; it must be at least {MIN_ROUNDS}")
         if self.warmup < 1:
@@ -242,6 +246,19 @@ class BenchSpec:
             dataclasses.replace(self.work, **dict(zip(axes, point, strict=True)))
             for point in itertools.product(*axes.values())
         ]
+
+
+def _check_types(values: Work | Method) -> None:
+    """Raise ConfigError for a field that holds another kind of value than it is declared for."""
+    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}
+    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
+    for each in dataclasses.fields(values):
+        value, declared = getattr(values, each.name), str(each.type)
+        allowed = kinds.get(declared, (str,) if declared == "str" else None)
+        if allowed is None:
+            continue
+        if not isinstance(value, allowed) or (isinstance(value, bool) and declared != "bool"):
+            raise ConfigError(f"{each.name} is {value!r}; it must be {words[declared]}")
 
 
 def load_spec(path: Path) -> BenchSpec:

@@ -15,6 +15,8 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +35,7 @@ from ep_dispatcher.collectives import Collectives
 
 FAILED = 3
 WHERE = signal.SIGUSR1
+_LOOK_S = 1.0
 _NCCL_CTAS = 16  # of the group that only checks and meetings use
 
 
@@ -205,12 +208,20 @@ def _one_line(error: BaseException) -> str:
     return text if isinstance(error, _Stop) else f"{type(error).__name__}: {text}"
 
 
+def _end_with(launcher: int) -> None:
+    """End this process when its launcher is gone: nobody would end it if it waited for peers."""
+    while os.getppid() == launcher:
+        time.sleep(_LOOK_S)
+    os._exit(FAILED)
+
+
 def main(words: list[str]) -> int:
     """Run the job in the named file; the exit code tells the launcher whether all works ran."""
     job = Job.load(Path(words[0]).read_text(encoding="utf-8"))
     # The launcher asks so before it ends a process that hangs.
     faulthandler.register(WHERE, all_threads=False)
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         Worker(job).run()
     except BaseException as error:  # noqa: BLE001  # already written; peers must see an end
