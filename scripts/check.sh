@@ -93,10 +93,11 @@ fetch_nccl() {
   rm -r "$wheels"
 }
 
-# compile FOLDER: the whole native module against the NCCL unpacked there
+# compile FOLDER: the whole native module against the NCCL unpacked there, GDAKI (posts by the GPU) in it
 compile() {
   NCCL_HOME=$1/nvidia/nccl python setup.py -q build_ext --build-lib "$1/lib"
   ls "$1"/lib/ep_dispatcher/_C.*
+  grep -aq nccl3gin5gdaki "$1"/lib/ep_dispatcher/_C.*
 }
 
 gate "ruff check" ruff check .
