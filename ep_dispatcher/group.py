@@ -254,8 +254,17 @@ class EPGroup:
 
 
 def topology_of(config: EpConfig, ep_size: int) -> Topology:
-    """Domains of a group: one, or as many as `virtual_domain_size` makes of it."""
-    return Topology(ep_size=ep_size, domain_size=config.virtual_domain_size or ep_size)
+    """Domains of a group: one, or as many as `virtual_domain_size` makes of it.
+
+    Raises:
+        ConfigError: that does not divide the ranks.
+    """
+    size = config.virtual_domain_size or ep_size
+    if ep_size % size:
+        raise ConfigError(
+            f"virtual_domain_size is {size}; it must divide the {ep_size} ranks of the group"
+        )
+    return Topology(ep_size=ep_size, domain_size=size)
 
 
 def placement_of(config: EpConfig, ep_size: int) -> Placement:

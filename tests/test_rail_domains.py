@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ep_dispatcher import (
+    ConfigError,
     EpConfig,
     MoeShape,
     Placement,
@@ -18,6 +19,7 @@ from ep_dispatcher import (
     UnavailableError,
 )
 from ep_dispatcher.device import DeviceBackend, Routes
+from ep_dispatcher.group import topology_of
 from ep_dispatcher.rail_device import RailBackend, RailRoutes
 from ep_dispatcher.rail_memory import rail_blocks, segment_tokens
 from ep_dispatcher.rails import (
@@ -67,6 +69,15 @@ def test_a_single_domain_has_the_whole_table() -> None:
     whole = owner_tables(placement.rank_of, 4, CPU)
     assert all(torch.equal(table, whole[name]) for name, table in view.tables(CPU).items())
     assert (view.number, view.index) == (0, 2)
+
+
+@pytest.mark.parametrize("size", [3, 5, 8])
+def test_virtual_domains_that_do_not_fill_the_group_are_refused(size: int) -> None:
+    wrong = dataclasses.replace(config(), virtual_domain_size=size)
+    told = f"virtual_domain_size is {size}; it must divide the 4 ranks"
+    with pytest.raises(ConfigError, match=told):
+        topology_of(wrong, 4)
+    assert topology_of(dataclasses.replace(wrong, virtual_domain_size=2), 4).num_domains == 2
 
 
 @pytest.mark.parametrize(("num_domains", "domain_size"), [(33, 1), (40, 8), (1, 73), (2, 80)])
