@@ -183,7 +183,7 @@ def test_configs_that_do_not_fit_the_ranks_are_refused() -> None:
     def call(process_group: dist.ProcessGroup) -> None:
         with pytest.raises(ConfigError, match="num_experts is 2; the group has 3 ranks"):
             EPGroup.create(process_group, few)
-        with pytest.raises(ConfigError, match="domain_size is 2; it must divide ep_size 3"):
+        with pytest.raises(ConfigError, match="domain_size is 2; it must divide the 3 ranks"):
             EPGroup.create(process_group, odd)
 
     run_ranks(3, call)
