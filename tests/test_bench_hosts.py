@@ -20,12 +20,12 @@ from ep_dispatcher.bench.backends.base import Lap, Place
 from ep_dispatcher.bench.backends.own import OwnSession
 from ep_dispatcher.bench.check import WrongResult
 from ep_dispatcher.bench.inputs import make_inputs, make_routing
-from ep_dispatcher.bench.launcher import Outcome
+from ep_dispatcher.bench.launcher import Launch, Outcome
 from ep_dispatcher.bench.layer import Layer
 from ep_dispatcher.bench.lines import lines_of
 from ep_dispatcher.bench.page_data import phase_table, with_knobs
 from ep_dispatcher.bench.rounds import RankResult
-from ep_dispatcher.bench.spec import Work
+from ep_dispatcher.bench.spec import Method, Work
 from ep_dispatcher.bench.targets import judge
 from ep_dispatcher.bench.trace import read_trace
 from ep_dispatcher.cli import main
@@ -100,6 +100,20 @@ def test_the_machine_is_put_right_after_a_bad_end_before_others_start(tmp_path: 
     assert all(found["checked"] for found in rest)
     recovered = (tmp_path / "recovered").stat().st_mtime
     assert recovered <= (tmp_path / "results.jsonl").stat().st_mtime
+
+
+def test_times_are_kept_where_counting_calls_hung_and_the_next_work_is_not_blamed() -> None:
+    works = tuple(Work(ranks=2, num_tokens=tokens) for tokens in (8, 16, 32))
+    launch = Launch(backend="b", works=works, device="cuda", method=Method())
+    result = asdict(RankResult(times_us={"dispatch": [1.0] * 20}))
+    files: dict[str, Any] = {f"0.{rank}": {"result": result} for rank in range(2)}
+    files |= {"1.0": {"result": result, "counting": True}, "1.1": {"result": result}}
+    outcomes, failed = launch._merge(0, [files], ["took longer"])
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    assert failed  # and a new set of processes begins with the third
+    del files["1.0"]["counting"]
+    outcomes, failed = launch._merge(0, [files], ["took longer"])
+    assert [outcome.error for outcome in outcomes] == [None, None, "took longer"]
 
 
 def test_targets_are_judged_by_the_lines_and_by_nothing_else() -> None:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from ep_dispatcher.agreement import gather_json
 from ep_dispatcher.bench.spec import Device, Method, Work
-from ep_dispatcher.bench.worker import FAILED, WHERE, Job, result_file
+from ep_dispatcher.bench.worker import COUNTING, FAILED, WHERE, Job, result_file
 from ep_dispatcher.collectives import Collectives
 from ep_dispatcher.errors import ConfigError
 
@@ -220,9 +220,13 @@ class Launch:
         """Put the ranks' files of each work together, up to the first that is incomplete."""
         by_rank = {key: value for part in told for key, value in part.items()}
         outcomes: list[Outcome] = []
+        counting = False
         for number in range(first, len(self.works)):
             work = self.works[number]
             files = [by_rank.get(f"{number}.{rank}") for rank in range(work.ranks)]
+            if None in files and counting:
+                return outcomes, True  # it ended badly behind the times of the work before
+            counting = any(COUNTING in file for file in files if file)
             errors = [file for file in files if file and "error" in file]
             if errors:
                 error = min((file["error"] for file in errors), key=_is_consequence)

@@ -34,6 +34,7 @@ from ep_dispatcher.bench.spec import Method, Work
 from ep_dispatcher.collectives import Collectives
 
 FAILED = 3
+COUNTING = "counting"  # in a result: the times are there, the process went on to count calls
 WHERE = signal.SIGUSR1
 _LOOK_S = 1.0
 _NCCL_CTAS = 16  # of the group that only checks and meetings use
@@ -106,12 +107,12 @@ class Worker:
         for offset, work in enumerate(self._job.works):
             number = self._job.first + offset
             try:
-                self._write(number, self._run_work(work))
+                self._write(number, self._run_work(number, work))
             except BaseException as error:
                 self._write(number, {"error": _one_line(error), "fatal": True})
                 raise
 
-    def _run_work(self, work: Work) -> dict[str, Any]:
+    def _run_work(self, number: int, work: Work) -> dict[str, Any]:
         """Run one work and return what to write; raises only where peers may hang."""
         assert dist.group.WORLD is not None
         place = Place(
@@ -141,6 +142,7 @@ class Worker:
         runner.measure_ceilings()
         values = {"result": asdict(runner.result)}
         if self._device.type == "cuda" and self._job.method.usage:
+            self._write(number, values | {COUNTING: True})  # a profiler may hang: times are kept
             self._add_usage(runner, values)
         runner.close()
         return values
@@ -180,9 +182,9 @@ class Worker:
         return gather_json(Collectives(self._side), value)
 
     def _write(self, number: int, values: dict[str, Any]) -> None:
-        """Write a file that is either whole or not there."""
+        """Write a file that is either whole or not there; an error never replaces a result."""
         target = result_file(self._folder, number, self._rank)
-        if target.exists():
+        if target.exists() and "error" in values:
             return
         part = target.with_suffix(".part")
         part.write_text(json.dumps(values), encoding="utf-8")
