@@ -25,6 +25,11 @@ budget_s=530 pages_s=20
 rest=()
 while (($#)); do
   case $1 in
+    --out | --cells | --budget)
+      [[ ${2:-} && $2 != --* ]] || { echo "bench_one_gpu.sh: $1 needs a value" >&2; exit 2; } ;;
+  esac
+  case $1 in
+    -h | --help) sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 2 ;;
     --out) out=$2; shift 2 ;;
     --cells) cells=$2; shift 2 ;;
     --budget) budget_s=$2; shift 2 ;;
@@ -32,7 +37,12 @@ while (($#)); do
     *) rest+=("$1"); shift ;;
   esac
 done
-mkdir -p "$out"
+[[ $budget_s =~ ^[1-9][0-9]*$ ]] ||
+  { echo "bench_one_gpu.sh: --budget is '$budget_s'; it must be seconds" >&2; exit 2; }
+[[ -f $cells ]] || { echo "bench_one_gpu.sh: --cells is $cells, which is no file" >&2; exit 2; }
+nvidia-smi -L >/dev/null 2>&1 ||
+  { echo "bench_one_gpu.sh: no GPU here; 'ep-dispatcher bench run' needs none" >&2; exit 2; }
+mkdir -p "$out" || exit 2
 
 step "native module"
 build_native >"$out/build.log" 2>&1 ||
