@@ -37,7 +37,7 @@ def product_lines(beside: float, control: float, **more: object) -> list[dict[st
     return [line(phase, us, **more) for phase, us in times]
 
 
-RECORDED = {
+RECORDED: dict[str, Any] = {
     "machine": {"sharing": "mps", "gpu": "a GPU", "gpu_count": 1},
     "versions": {},
     "commit": "c",
@@ -55,6 +55,18 @@ def test_the_slow_down_of_products_is_shown_where_it_was_measured(tmp_path: Path
     assert "| 100 | 110 | 200 | 2.0 | 1.100 |" in text
     assert "| 100 | 125 | 200 | 3.0 | 1.250 |" in text
     assert (tmp_path / "interference.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_of_several_machines_says_so(tmp_path: Path) -> None:
+    lines = [line("dispatch", 9.0, **RECORDED)]
+    write_pages(lines, tmp_path)
+    assert "several machines" not in (tmp_path / "report.md").read_text()
+    other = RECORDED | {"machine": {"sharing": "cpu", "cpu": "a CPU"}, "run": "s"}
+    write_pages([*lines, line("combine", 9.0, **other)], tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "of several machines" in text
+    assert "Machine: 1 x a GPU; ranks share it: mps." in text
+    assert "Machine: a CPU; ranks share it: cpu." in text
 
 
 def test_calls_count_only_where_they_ended_before_the_products_did() -> None:

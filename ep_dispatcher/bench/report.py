@@ -74,10 +74,11 @@ def _sections(lines: Sequence[Line]) -> list[tuple[str, list[Table]]]:
 
 def _facts(lines: Sequence[Line]) -> list[str]:
     """Machine, clocks and rules; then each run with its date, commit, versions and command."""
-    machine = lines[0]["machine"]
-    what = f"{machine['gpu_count']} x {machine['gpu']}" if "gpu" in machine else machine["cpu"]
     clocks = next((line["clocks"] for line in lines if line.get("clocks")), None)
-    facts = [f"Machine: {what}; ranks share it: {machine['sharing']}."]
+    machines = dict.fromkeys(_machine_words(line["machine"]) for line in lines)
+    facts = [f"Machine: {what}." for what in machines]
+    if len(machines) > 1:
+        facts.insert(0, "These runs are of several machines, so their times do not compare.")
     if clocks:
         facts.append("Clocks: " + ", ".join(f"{k} {v:g}" for k, v in clocks.items()) + ".")
     facts.append(
@@ -88,6 +89,11 @@ def _facts(lines: Sequence[Line]) -> list[str]:
     first_of_runs = {line["run"]: line for line in reversed(lines)}
     runs = sorted(first_of_runs.values(), key=lambda line: str(line["when"]))
     return [*facts, *map(_run_words, runs)]
+
+
+def _machine_words(machine: Line) -> str:
+    what = f"{machine['gpu_count']} x {machine['gpu']}" if "gpu" in machine else machine["cpu"]
+    return f"{what}; ranks share it: {machine['sharing']}"
 
 
 def _run_words(line: Line) -> str:
