@@ -85,7 +85,11 @@ def _against_tokens(lines: Sequence[Line]) -> Plot | None:
 def _against_sms(lines: Sequence[Line]) -> Plot | None:
     def rate(here: Sequence[Line], variant: tuple[str, int]) -> float | None:
         mine = [line for line in here if (line["backend"], line["num_sms"]) == variant]
-        rates = [line["bandwidth_GBps"]["D2"] for line in mine if line["phase"] == "dispatch"]
+        rates = [
+            line["bandwidth_GBps"]["D2"]
+            for line in mine
+            if line["phase"] == "dispatch" and "bandwidth_GBps" in line
+        ]
         return float(rates[-1]) if rates else None
 
     words, points = series(lines, "num_sms", rate)
