@@ -62,7 +62,7 @@ def test_a_page_of_several_machines_says_so(tmp_path: Path) -> None:
     write_pages(lines, tmp_path)
     assert "several machines" not in (tmp_path / "report.md").read_text()
     other = RECORDED | {"machine": {"sharing": "cpu", "cpu": "a CPU"}, "run": "s"}
-    write_pages([*lines, line("combine", 9.0, **other)], tmp_path)
+    write_pages([*lines, line("dispatch", 9.0, num_tokens=8, **other)], tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "of several machines" in text
     assert "Machine: 1 x a GPU; ranks share it: mps." in text
