@@ -160,7 +160,7 @@ part report 60 "$PYTHON" -m ep_dispatcher bench report "$out" --out "$out"
 timeout 60 "$PYTHON" -m ep_dispatcher.bench.targets "$lines" "$out/overlap.jsonl" --ranks "$ranks" \
   --out "$out/targets.json" || failed=1
 if [[ -f $out/overlap.log ]]; then
-  echo "One layer, $ranks ranks, ms: without overlap (ours), in chunks that overlap, the same on one stream (serial)"
+  echo "One layer, ranks: $ranks, ms: without overlap (ours), in chunks that overlap, the same on one stream (serial)"
   grep -E '^[a-z0-9 ]+ forward ' "$out/overlap.log" | cut -c1-140
 fi
 cat "$out/parts.txt"
