@@ -14,7 +14,8 @@ from ep_dispatcher.bench.one_gpu_spec import Round, assert_same_bits, make_round
 from ep_dispatcher.errors import UnavailableError
 
 # Small enough for compute-sanitizer (scripts/gpu_tests.sh): of each kind of test some or all cases.
-# Cases that take an ordering claim away are not: their data is wrong on purpose.
+# Cases that take an ordering claim away are not: their data is wrong on purpose. Nor are those of
+# expired deadlines: threads of a block then set one flag and poll it, which racecheck calls a race.
 small = pytest.mark.sanitize
 
 

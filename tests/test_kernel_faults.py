@@ -94,7 +94,7 @@ def test_a_rank_past_the_deadline_is_named_and_one_before_it_is_not(name: str) -
     assert LATE_RANK in {fault.peer for fault in filed}
 
 
-@pytest.mark.parametrize("seed", with_small(range(8), (0, 1)))
+@pytest.mark.parametrize("seed", with_small(range(8), [0]))
 def test_random_delays_change_nothing(seed: int) -> None:
     world = new_world(mutations=True, ring_depth=2)
     generator = torch.Generator().manual_seed(seed)
