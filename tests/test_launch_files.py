@@ -1,0 +1,130 @@
+"""The files that start a job on several nodes: here each node is one rank on this machine.
+
+SLURM's own commands are stand-ins that start what they are given as SLURM does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from ep_dispatcher import cli
+
+pytest.importorskip("megatron.core")
+
+ROOT = Path(__file__).parents[1]
+NODES = 2
+STEPS = 2
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (ROOT / "scripts").is_dir(), reason="scripts are not beside the tests"),
+]
+
+SRUN = f"""#!{sys.executable}
+import os, subprocess, sys
+words = [word for word in sys.argv[1:] if not word.startswith("--kill")]
+ranks = []
+for rank in map(str, range({NODES})):
+    slurm = {{"PROCID": rank, "LOCALID": "0", "NODEID": rank, "NTASKS": "{NODES}", "STEP_ID": "0"}}
+    values = {{f"SLURM_{{name}}": value for name, value in slurm.items()}}
+    ranks.append(subprocess.Popen(words, env=os.environ | values))
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+SCONTROL = "#!/bin/sh\nprintf '127.0.0.1\\nsecond-node\\n'\n"
+
+
+def write_config(folder: Path) -> Path:
+    """A training of two nodes, one rank each; returns its file."""
+    config = {
+        "model": {
+            "num_layers": 1, "hidden": 32, "num_attention_heads": 2, "expert_ffn_hidden": 32,
+            "num_experts": 4, "num_topk": 2, "seq_length": 32, "dtype": "float32",
+        },
+        "parallel": {"num_nodes": NODES, "ranks_per_node": 1, "expert": NODES},
+        "train": {"steps": STEPS, "micro_batch": 1, "out_dir": str(folder / "run")},
+        "ep_dispatcher": {"tier": "reference"},
+    }  # fmt: skip
+    path = folder / "two_nodes.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def free_port() -> str:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Variables of a job whose nodes meet on this machine."""
+    beside = Path(sys.executable).parent
+    return {
+        **os.environ,
+        "PATH": f"{beside}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "MASTER_PORT": free_port(),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        **changes,
+    }
+
+
+def slurm(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a batch file as sbatch would on the first node."""
+    commands, venv = folder / "commands", folder / "venv" / "bin"
+    for place in (commands, venv):
+        place.mkdir(parents=True)
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    (venv / "activate").write_text("")
+    given = environment(VENV=str(venv.parent), SLURM_JOB_NODELIST="node[0-1]")
+    given["PATH"] = f"{commands}:{given['PATH']}"
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts" / script), *words],
+        env=given, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+
+
+def test_torchrun_starts_a_rank_on_each_node(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    shared = environment(NNODES=str(NODES), RANKS_PER_NODE="1", MASTER_ADDR="127.0.0.1")
+    nodes = [
+        subprocess.Popen(
+            [str(ROOT / "scripts" / "train_torchrun.sh"), str(config)],
+            env=shared | {"NODE_RANK": str(node)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(NODES)
+    ]
+    told = [node.communicate(timeout=100)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0] * NODES, told
+    assert f"group of {NODES} ranks" in told[0]
+    assert f"done: step {STEPS}" in told[0]
+
+
+def test_slurm_starts_a_rank_for_each_task(tmp_path: Path) -> None:
+    done = slurm(tmp_path, "train.sbatch", str(write_config(tmp_path)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"group of {NODES} ranks" in done.stdout + done.stderr
+    assert f"done: step {STEPS}" in done.stdout + done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_slurm_tells_why_doctor_cannot_look(tmp_path: Path) -> None:
+    """On every rank, and none is left waiting."""
+    done = slurm(tmp_path, "doctor_nodes.sbatch")
+    assert done.returncode == cli.USER_ERROR
+    assert done.stderr.count("error: on rank 0: ") == NODES
+    assert "Traceback" not in done.stderr
