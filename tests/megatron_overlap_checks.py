@@ -90,9 +90,14 @@ def check_same_bits() -> None:
 
 
 def check_shared_experts() -> None:
-    """Real experts, shared ones among them, beside the first dispatch: the same within rounding."""
+    """Real experts, shared ones among them, in two halves: the same within rounding.
+
+    Also with one row, which has no halves, and with a gate.
+    """
     with layout(1, 4, 1):
         compare(3, exact=False, **SHARED)
+        compare(2, exact=False, sequence=1, **SHARED)
+        compare(3, exact=False, moe_shared_expert_gate=True, **SHARED)
 
 
 def check_few_tokens() -> None:
@@ -108,8 +113,8 @@ def check_release() -> None:
         layer = make_layer(plugin, **SHARED)
         layer(make_tokens())
         assert layer.token_dispatcher._comm_manager.is_idle
-        assert layer._shared_in is None
-        assert layer._shared_out is None
+        assert layer._shared_in == []
+        assert layer._shared_out == []
 
 
 def check_delayed_weight_gradients() -> None:

@@ -66,7 +66,13 @@ def run(num_tokens: int, num_chunks: int) -> tuple[list[str], Tensor]:
     x = torch.arange(4.0 * num_tokens).view(num_tokens, 4).requires_grad_()
     routes = torch.zeros(num_tokens, 2, dtype=torch.int64)
     chunks = cut(routes, x, torch.ones(num_tokens, 2), num_chunks)
-    outs = run_chunks(steps, chunks, Lanes(None), lambda: steps.log.append("shared"))
+    outs = run_chunks(
+        steps,
+        chunks,
+        Lanes(None),
+        beside_dispatch=lambda: steps.log.append("S"),
+        beside_combine=lambda: steps.log.append("S"),
+    )
     out = torch.cat(outs)
     assert torch.equal(out, x + 3)
     out.backward(torch.ones_like(out))
@@ -76,13 +82,15 @@ def run(num_tokens: int, num_chunks: int) -> tuple[list[str], Tensor]:
 def test_launches_of_three_chunks() -> None:
     """Forward: the next dispatch before the experts, the last combine behind them.
 
+    Shared experts (S) run beside the first dispatch and the last combine.
+
     Backward: the mirror image, so the gradients of the next chunk are on their way while the
     experts of this one run.
     """
     log, _ = run(6, 3)
     words = " ".join(log)
-    forward, backward = words.split(" C2 ")
-    assert forward == "P0 P1 P2 D0 shared D1 E0 D2 E1 C0 E2 C1"
+    forward, backward = words.split(" C2 S ")
+    assert forward == "P0 P1 P2 D0 S D1 E0 D2 E1 C0 E2 C1"
     assert backward == "c2 c1 e2 c0 e1 d2 e0 d1 d0"
 
 

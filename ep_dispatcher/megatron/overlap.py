@@ -92,21 +92,23 @@ class LayerSteps:
 class OverlappedMoELayer(EpMoELayer):
     """Megatron's MoE layer with our dispatcher, run in chunks (`overlap.chunks` of the section).
 
-    Of Megatron's steps it changes five: the shared experts wait until the first dispatch is on its
-    way, `dispatch` and `combine` hand on what they get, `routed_experts_compute` runs dispatch,
-    experts and combine of all chunks, and `postprocess` adds what the shared experts made. With
-    one chunk it is its parent.
+    Of Megatron's steps it changes five: the shared experts wait, half of their tokens until the
+    first dispatch is on its way and half until the last combine is, `dispatch` and `combine` hand
+    on what they get, `routed_experts_compute` runs dispatch, experts and combine of all chunks, and
+    `postprocess` adds what the shared experts made. With one chunk it is its parent.
     """
 
     def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
         """Put the shared experts off until `routed_experts_compute`; local."""
-        self._shared_out: Tensor | None = None
-        self._shared_in: Tensor | None = None
+        self._shared_out: list[Tensor] = []
+        self._shared_in: list[Tensor] = []
         graphed = compat.cuda_graph_scopes(self.config) is not None
         if graphed or not (self.use_shared_expert and self._is_chunked()):
             shared: Tensor | None = super().shared_experts_compute(hidden_states)
             return shared
-        self._shared_in = hidden_states
+        # Rows of FP8 or FP4 products come in multiples that halves may not be.
+        pieces = 2 if compat.quantization_alignment(self.config) == 1 else 1
+        self._shared_in = list(hidden_states.chunk(pieces))
         return None
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +128,14 @@ class OverlappedMoELayer(EpMoELayer):
         lanes = Lanes(self._plugin.communication_stream(hidden_states.device))
         steps = LayerSteps(manager, group, self.experts, lanes.compute)
         chunks = cut(manager.take_routes(), hidden_states, probs, self._num_chunks(group))
-        return torch.cat(run_chunks(steps, chunks, lanes, self._run_shared_experts)), None
+        outs = run_chunks(
+            steps,
+            chunks,
+            lanes,
+            beside_dispatch=self._run_shared_experts,
+            beside_combine=self._run_shared_experts,
+        )
+        return torch.cat(outs), None
 
     def combine(self, output: Tensor) -> Tensor:
         """Hand on the sums [T, H]: the chunks were combined with their experts."""
@@ -137,17 +146,21 @@ class OverlappedMoELayer(EpMoELayer):
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         """Restore the layer's shape and add the shared experts' output."""
-        if shared_expert_output is None:
-            shared_expert_output, self._shared_out = self._shared_out, None
+        if self._shared_out:
+            shared_expert_output = torch.cat(self._shared_out)
+            self._shared_out = []
         out: Tensor = super().postprocess(output, shared_expert_output)
         return out
 
     def _run_shared_experts(self) -> None:
-        """Beside the first dispatch, on the caller's stream."""
-        hidden_states, self._shared_in = self._shared_in, None
-        if hidden_states is not None:
-            with phase(SHARED_EXPERTS, on_gpu=hidden_states.is_cuda):
-                self._shared_out = super().shared_experts_compute(hidden_states)
+        """The next half of their tokens, on the caller's stream."""
+        if not self._shared_in:
+            return
+        hidden_states = self._shared_in.pop(0)
+        with phase(SHARED_EXPERTS, on_gpu=hidden_states.is_cuda):
+            shared = super().shared_experts_compute(hidden_states)
+        assert shared is not None
+        self._shared_out.append(shared)
 
     def _is_chunked(self) -> bool:
         return bool(self._plugin.options.overlap.chunks != 1)

@@ -4,8 +4,9 @@ Data flow   tokens are cut into chunks; each is planned, dispatched, computed an
             own, so a token's sum, and its bits, are those of the layer without chunks.
 Streams     D dispatch and C combine on the communication stream, E experts on the caller's:
                 communication   D0 | D1  D2 | C0  D3 | C1 ...        C(n-1)
-                caller's             E0  .  | E1  .  | E2 ...  E(n-1)
-            All plans come first: in eager mode the host waits for each, and after them for nothing.
+                caller's        S  | E0  .  | E1  .  | E2 ...  E(n-1)  S
+            Nothing of the chunks can run beside the first dispatch and the last combine; the shared
+            experts S can, half of their tokens beside each. All plans come first: in eager mode the host waits for each, and after them for nothing.
 Backward    Nothing is written for it. Autograd runs a node on the stream of its forward and waits
             for exactly the events that it needs, and it takes nodes in reverse order of their
             creation. So the launch order below, read backwards, is the schedule of the backward.
@@ -149,7 +150,12 @@ def _hand_over(
 
 
 def run_chunks(
-    steps: ChunkSteps, chunks: Sequence[Chunk], lanes: Lanes, beside: Callable[[], None]
+    steps: ChunkSteps,
+    chunks: Sequence[Chunk],
+    lanes: Lanes,
+    *,
+    beside_dispatch: Callable[[], None],
+    beside_combine: Callable[[], None],
 ) -> list[Tensor]:
     """Run all chunks of a layer; collective, differentiable.
 
@@ -157,7 +163,8 @@ def run_chunks(
         steps: the layer's.
         chunks: this rank's; equally many on all ranks.
         lanes: streams.
-        beside: launched on the caller's stream beside the first dispatch (shared experts).
+        beside_dispatch: launched on the caller's stream beside the first dispatch.
+        beside_combine: likewise, beside the last combine.
 
     Returns:
         [T, H] of each chunk, ready on the caller's stream.
@@ -186,7 +193,7 @@ def run_chunks(
         return Computed(expert_out, lanes.computed())
 
     received = dispatch(0)
-    beside()
+    beside_dispatch()
     outs: list[Tensor] = []
     computed: Computed | None = None
     for index in range(len(chunks)):
@@ -198,5 +205,6 @@ def run_chunks(
             outs.append(combine(index - 1, before))
     assert computed is not None
     outs.append(combine(len(chunks) - 1, computed))
+    beside_combine()
     lanes.take(lanes.arrived(), *outs)  # L3
     return outs
