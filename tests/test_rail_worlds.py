@@ -6,25 +6,63 @@ Each rank's kernels run on a stream of its own.
 from __future__ import annotations
 
 import pytest
-from rail_cases import WORLDS, check_rail_round, new_rail_round, new_rail_world
+from kernel_world import check_plans, check_rows, check_sums
+from rail_cases import (
+    WORLDS,
+    check_rail_round,
+    new_rail_round,
+    new_rail_world,
+    no_faults,
+    rail_combine,
+    rail_dispatch,
+    rail_plan,
+)
+
+from ep_dispatcher.bench.one_gpu_spec import Round
+from ep_dispatcher.bench.rail_world import RailWorld
 
 pytestmark = pytest.mark.gpu(1)
 
-WIDE = [(3, 2), (2, 3), (3, 3), (2, 6), (2, 8), (6, 2), (16, 1), (32, 1)]  # domains, ranks of each
+WIDE = [(3, 2), (2, 3), (3, 3), (2, 6), (2, 8), (6, 2), (16, 1), (24, 1)]  # domains, ranks of each
+KINDS = ("uniform", "duplicates", "mostly_dropped")
+MOST_TOKENS = 66
 _PUTTING_WARPS = 8  # of a block; each serves one domain
+
+
+def _world(num_domains: int, domain_size: int, net: str) -> RailWorld:
+    """One block of each rank for its domain, and for the rails as few as there may be."""
+    return new_rail_world(
+        num_domains, domain_size, net=net, num_experts=max(16, num_domains * domain_size + 3),
+        hidden=64, max_tokens=MOST_TOKENS, num_channels=1, ring_depth=2,
+        num_blocks=-(-(num_domains - 1) // _PUTTING_WARPS), output_bytes=1 << 20,
+    )  # fmt: skip
+
+
+def _round(world: RailWorld, kind: str, seed: int) -> Round:
+    """Fewer tokens the higher the rank."""
+    tokens = [MOST_TOKENS - 2 * rank for rank in range(world.shape.ep_size)]
+    return new_rail_round(world, kind, seed, tokens=tokens)
 
 
 @pytest.mark.parametrize("net", ["loop", "chaos"])
 @pytest.mark.parametrize(("num_domains", "domain_size"), WIDE)
 def test_a_round_equals_the_specification(num_domains: int, domain_size: int, net: str) -> None:
     assert (num_domains, domain_size) not in WORLDS
-    num_ranks = num_domains * domain_size
-    world = new_rail_world(
-        num_domains, domain_size, net=net, num_experts=max(16, num_ranks + 3), hidden=64,
-        max_tokens=66, num_channels=1, ring_depth=2,
-        num_blocks=-(-(num_domains - 1) // _PUTTING_WARPS),
-    )  # fmt: skip
-    for seed, kind in enumerate(("uniform", "duplicates", "mostly_dropped")):
-        tokens = [66 - 2 * rank for rank in range(num_ranks)]
-        work = new_rail_round(world, kind, seed, tokens=[max(0, count) for count in tokens])
-        check_rail_round(world, work, streams=True)
+    world = _world(num_domains, domain_size, net)
+    for seed, kind in enumerate(KINDS):
+        check_rail_round(world, _round(world, kind, seed), streams=True)
+
+
+@pytest.mark.parametrize("net", ["loop", "chaos"])
+def test_as_many_domains_as_there_may_be(net: str) -> None:
+    """Records are sent by a launch of their own: blocks of both would not fit on one GPU."""
+    world = _world(32, 1, net)
+    for seed, kind in enumerate(KINDS):
+        work = _round(world, kind, seed)
+        plans = rail_plan(world, work, streams=True)
+        check_plans(world, work, plans)
+        sends = world.rail_send_calls(work.topk_idx, work.x, work.topk_weights)
+        world.launch("rail_send", sends, streams=True)
+        check_rows(work, rail_dispatch(world, work, plans, streams=True, sent=True))
+        check_sums(work, rail_combine(world, work, plans, streams=True))
+    no_faults(world)
