@@ -45,6 +45,13 @@ def test_a_network_that_fails_is_told_in_time_and_a_new_group_works(
     check_told(domains, domains.run(cases.fault_and_after, case, plugin, fault), {1})
 
 
+def test_a_network_that_stands_still_fills_no_queue(domains: Domains, plugin: str) -> None:
+    """However many tokens wait to be put: a post to a full queue would wait for ever."""
+    case = domains.case(timeout_s=DEADLINE_S, tokens=(4096,), hidden=64, num_sms=16, num_topk=8)
+    answers = domains.run(cases.fault_and_after, case, plugin, "stall:rank=1")
+    check_told(domains, answers, {1})
+
+
 def test_a_domain_past_the_deadline_is_told_and_a_new_group_works(domains: Domains) -> None:
     case = domains.case(timeout_s=DEADLINE_S)
     last = set(range(domains.num_ranks - domains.domain_size, domains.num_ranks))
