@@ -4,7 +4,7 @@
 
 All variants have the same weights and tokens and take turns in every round. Times are of the
 slowest rank of a round; `hidden_fraction` is the part of the communication's time during which the
-experts of the same rank ran too. A variant "chunksN serial" has the chunks but one stream: the
+experts of the same rank, shared ones among them, ran too. A variant "chunksN serial" has the chunks but one stream: the
 speed of its experts is what those of "chunksN" are compared with. With `--delayed`, variants
 "... delayed" compute the experts' weight gradients beside the backward of dispatch.
 """
@@ -43,7 +43,8 @@ from ep_dispatcher.train.config import TrainConfig, load_config
 from ep_dispatcher.train.progress import say
 from ep_dispatcher.train.runtime import Runtime, open_runtime
 
-COMPUTE = ("experts", "experts_backward")
+EXPERTS = ("experts", "experts_backward")
+COMPUTE = (*EXPERTS, "shared_experts", "shared_experts_backward")
 _WARM_UP = 3
 
 
@@ -82,10 +83,17 @@ class LayerBench:
         runtime: this rank.
         chunks: numbers of chunks to try.
         delayed: try each with delayed weight gradients too.
+        serial: try each on one stream too.
     """
 
     def __init__(
-        self, config: TrainConfig, runtime: Runtime, chunks: Sequence[int], *, delayed: bool = False
+        self,
+        config: TrainConfig,
+        runtime: Runtime,
+        chunks: Sequence[int],
+        *,
+        delayed: bool = False,
+        serial: bool = True,
     ) -> None:
         """Build all variants over the weights of the first, which they share."""
         self._config, self._runtime = config, runtime
@@ -93,7 +101,7 @@ class LayerBench:
         self._weights: list[Tensor] = []
         self.variants = [self._build("alltoall", None), self._build("ours", self._options(1))]
         for number in chunks:
-            for name in (f"chunks{number}", f"chunks{number} serial"):
+            for name in (f"chunks{number}", f"chunks{number} serial")[: 1 + serial]:
                 self.variants.append(self._build(name, self._options(number)))
         if delayed:
             self.variants.append(self._build("ours delayed", self._options(1)))
@@ -188,6 +196,9 @@ class LayerBench:
             own.data = given.data
         clock = Clock(_make_stamp if self._runtime.on_gpu else HostStamp)
         layer.experts.forward = clock.wrap("experts", layer.experts.forward)
+        if layer.shared_experts is not None:
+            shared = layer.shared_experts
+            shared.forward = clock.wrap("shared_experts", shared.forward)
         if train.delay_weight_gradients:
             layer.experts.backward_dw = clock.wrap("experts_backward", layer.experts.backward_dw)
         if options is None:
@@ -264,7 +275,7 @@ def summarise(variant: Variant, runtime: Runtime) -> dict[str, Any]:
         "step": [sum(each) for each in variant.times_ms],
         "communication_ms": total_ms(variant.spans, COMMUNICATION),
         "hidden_ms": hidden_ms(variant.spans, COMMUNICATION, COMPUTE),
-        "experts_ms": total_ms(variant.spans, COMPUTE),
+        "experts_ms": total_ms(variant.spans, EXPERTS),
         "phases_ms": {
             name: round(total_ms(variant.spans, (name,)), 4)
             for name in sorted({span.name for span in variant.spans})
@@ -320,6 +331,7 @@ def record(
                 num_tokens=config.tokens_per_rank,
                 hidden=model.hidden,
                 expert_ffn_hidden=model.expert_ffn_hidden,
+                shared_expert_ffn_hidden=model.shared_expert_ffn_hidden,
                 num_topk=model.num_topk,
                 num_experts=model.num_experts,
                 dtype=model.dtype,
@@ -378,7 +390,7 @@ def measure(words: Sequence[str], config: TrainConfig, runtime: Runtime) -> None
     initialize_groups(config)
     model_parallel_cuda_manual_seed(config.train.seed)
     chunks = [int(number) for number in args.chunks.split(",") if number]
-    bench = LayerBench(config, runtime, chunks, delayed=args.delayed)
+    bench = LayerBench(config, runtime, chunks, delayed=args.delayed, serial=not args.no_serial)
     bench.run(args.rounds)
     log = log_of_module(args.out, "ep_dispatcher.profile.layer", words)
     _report(bench, config, runtime, log)
@@ -395,6 +407,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--spans", type=Path, help="JSON file for the phases of each rank")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--chunks", default="2,4", help="numbers of chunks, with commas")
+    parser.add_argument("--no-serial", action="store_true", help="no variants on one stream")
     parser.add_argument(
         "--delayed", action="store_true", help="try delayed weight gradients (on a GPU with TE)"
     )
