@@ -1,0 +1,232 @@
+"""Megatron's combined 1F1B schedule: how much communication it hides behind another micro-batch.
+
+    torchrun --nproc-per-node 4 -m ep_dispatcher.profile.schedule --config configs/overlap_layer.yaml
+
+Trains the same model with Megatron's dispatcher and with ours, plain and under 1F1B, and times
+forward and backward of a step's micro-batches. Under 1F1B Megatron cuts a layer into nodes on two
+streams; each is clocked by events, so `hidden_fraction` is the part of the time of the nodes that
+dispatch or combine during which a node that computes ran on the same rank. With n micro-batches at
+most (n - 1) / n of it can be hidden: the first forward and the last backward have no partner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_dispatcher.bench.results import ResultLog, log_of_module, summarise_times
+from ep_dispatcher.launch import OK
+from ep_dispatcher.profile.clock import Clock, HostStamp, Span, hidden_ms, total_ms
+from ep_dispatcher.profile.parity import config_of
+from ep_dispatcher.train.config import TrainConfig, load_config
+from ep_dispatcher.train.data import Corpus, load_corpus
+from ep_dispatcher.train.progress import say
+from ep_dispatcher.train.runtime import Runtime, open_runtime
+
+VARIANTS = ("alltoall", "ours", "alltoall 1f1b", "ours 1f1b")
+COMMUNICATION = ("moe_dispatch", "moe_combine")
+COMPUTE = "compute"
+_WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a variant showed on this rank.
+
+    Attributes:
+        times_ms: forward and backward of all micro-batches of a step, each round.
+        spans: of the schedule's nodes, in one more round; none without 1F1B.
+        loss: mean of the first step.
+        backend: what moved the rows.
+    """
+
+    times_ms: list[float]
+    spans: list[Span]
+    loss: float
+    backend: str
+
+
+@contextlib.contextmanager
+def clocked_nodes(clock: Clock) -> Iterator[None]:
+    """Record each node of Megatron's schedule while the clock is active.
+
+    Args:
+        clock: gets the name of a node that communicates, and `COMPUTE` for any other.
+    """
+    from megatron.core.pipeline_parallel.utils import ScheduleNode
+
+    plain = ScheduleNode.stream_acquire_context
+
+    @contextlib.contextmanager
+    def timed(node: Any, *args: Any, **kwargs: Any) -> Iterator[None]:  # noqa: ANN401
+        with plain(node, *args, **kwargs):
+            if not clock.active:
+                yield
+                return
+            with clock.span(node.name if node.name in COMMUNICATION else COMPUTE):
+                yield
+
+    ScheduleNode.stream_acquire_context = timed
+    try:
+        yield
+    finally:
+        ScheduleNode.stream_acquire_context = plain
+
+
+def run_variant(config: TrainConfig, corpus: Corpus, runtime: Runtime, rounds: int) -> Measured:
+    """Build a variant, warm it up, time it, and clock one more round; collective."""
+    from ep_dispatcher.train.loop import Trainer, tiers_of
+    from ep_dispatcher.train.model import build_job
+
+    job = build_job(config, runtime)
+    trainer = Trainer(config, corpus, runtime, job)
+    clock = Clock(_make_stamp if runtime.on_gpu else HostStamp)
+    results = [trainer._forward_backward(step) for step in range(_WARM_UP)]
+    times_ms = []
+    for step in range(rounds):
+        _wait(runtime)
+        began = time.perf_counter()
+        trainer._forward_backward(step)
+        if runtime.on_gpu:
+            torch.cuda.synchronize()
+        times_ms.append((time.perf_counter() - began) * 1e3)
+    _wait(runtime)
+    with clocked_nodes(clock):
+        clock.start()
+        trainer._forward_backward(rounds)
+        spans = clock.stop()
+    losses = [float(each["loss"]) for each in results[0]]
+    tiers = "+".join(sorted(tiers_of(job)))
+    job.close()
+    backend = f"ep_dispatcher/{tiers}" if tiers else f"megatron/{config.train.dispatcher}"
+    return Measured(times_ms, spans, sum(losses) / max(1, len(losses)), backend)
+
+
+def summarise(measured: Measured, runtime: Runtime) -> dict[str, Any]:
+    """What a variant showed over all ranks; collective."""
+    own = {
+        "times_ms": measured.times_ms,
+        "communication_ms": total_ms(measured.spans, COMMUNICATION),
+        "hidden_ms": hidden_ms(measured.spans, COMMUNICATION, (COMPUTE,)),
+        "loss": measured.loss,
+    }
+    told: list[Any] = [None] * runtime.num_ranks
+    dist.all_gather_object(told, own)
+    communication = sum(each["communication_ms"] for each in told)
+    slowest = [max(ranks) for ranks in zip(*(each["times_ms"] for each in told), strict=True)]
+    hidden = sum(each["hidden_ms"] for each in told)
+    return {
+        **summarise_times([each * 1e3 for each in slowest]),
+        "communication_us": round(communication / len(told) * 1e3, 1) if communication else None,
+        "hidden_fraction": round(hidden / communication, 4) if communication else None,
+        "backend": measured.backend,
+        "first_loss": sum(each["loss"] for each in told) / len(told),
+    }
+
+
+def record(
+    name: str, found: dict[str, Any], first: dict[str, Any], config: TrainConfig, log: ResultLog
+) -> None:
+    """Append the line of a variant."""
+    model, train = config.model, config.train
+    difference = abs(found["first_loss"] / first["first_loss"] - 1)
+    sharing = "mps" if config.parallel.ranks_share_gpu else "one per gpu"
+    log.write(
+        sharing=sharing if torch.cuda.is_available() else "cpu",
+        suite="overlap",
+        variant=name,
+        phase="step",
+        ranks=config.parallel.ep_size,
+        num_sms=config.ep_dispatcher.num_sms,
+        num_tokens=config.tokens_per_rank,
+        num_micro_batches=train.num_micro_batches,
+        num_layers=model.num_layers,
+        hidden=model.hidden,
+        expert_ffn_hidden=model.expert_ffn_hidden,
+        num_topk=model.num_topk,
+        num_experts=model.num_experts,
+        dtype=model.dtype,
+        routing="router",
+        seed=train.seed,
+        checked=difference < 1e-2,
+        difference=difference,
+        **found,
+    )
+
+
+def measure(words: Sequence[str], config: TrainConfig, runtime: Runtime) -> None:
+    """Run, record and print all variants; collective.
+
+    Args:
+        words: the command line.
+        config: that it names.
+        runtime: this rank.
+    """
+    args = _parser().parse_args(words)
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    corpus = load_corpus(config.data, config.model.seq_length)
+    log = log_of_module(args.out, "ep_dispatcher.profile.schedule", words)
+    first: dict[str, Any] | None = None
+    for name in args.variants.split(","):
+        variant = config_of(name, config, 1)
+        found = summarise(run_variant(variant, corpus, runtime, args.rounds), runtime)
+        first = first or found
+        gc.collect()
+        if runtime.on_gpu:
+            torch.cuda.empty_cache()
+        if runtime.is_first:
+            record(name, found, first, variant, log)
+            say(
+                f"{name:14s} step {found['median_us'] / 1e3:9.2f} ms  communication "
+                f"{(found['communication_us'] or 0) / 1e3:8.2f} ms  hidden "
+                f"{found['hidden_fraction']}  first loss {found['first_loss']:.4f}"
+            )
+
+
+def main(words: Sequence[str]) -> int:
+    """Be one rank of the measurement; returns the exit code."""
+    args = _parser().parse_args(words)
+    config = load_config(args.config, args.overrides)
+    runtime = open_runtime(config)
+    measure(words, config, runtime)
+    dist.barrier()
+    dist.destroy_process_group()
+    return OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ep_dispatcher.profile.schedule", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--out", type=Path, default=Path("docs/results/overlap.jsonl"))
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="names, with commas")
+    return parser
+
+
+def _wait(runtime: Runtime) -> None:
+    """Until all ranks, and their GPUs, have nothing to do."""
+    if runtime.on_gpu:
+        torch.cuda.synchronize()
+    dist.barrier()
+    if runtime.on_gpu:
+        torch.cuda.synchronize()
+
+
+def _make_stamp() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
