@@ -6,7 +6,8 @@ Streams     D dispatch and C combine on the communication stream, E experts on t
                 communication   D0 | D1  D2 | C0  D3 | C1 ...        C(n-1)
                 caller's        S  | E0  .  | E1  .  | E2 ...  E(n-1)  S
             Nothing of the chunks can run beside the first dispatch and the last combine; the shared
-            experts S can, half of their tokens beside each. All plans come first: in eager mode the host waits for each, and after them for nothing.
+            experts S can, half of their tokens beside each. All plans come first: in eager mode the
+            host waits for each, and after them for nothing.
 Backward    Nothing is written for it. Autograd runs a node on the stream of its forward and waits
             for exactly the events that it needs, and it takes nodes in reverse order of their
             creation. So the launch order below, read backwards, is the schedule of the backward.

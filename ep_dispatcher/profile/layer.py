@@ -4,9 +4,10 @@
 
 All variants have the same weights and tokens and take turns in every round. Times are of the
 slowest rank of a round; `hidden_fraction` is the part of the communication's time during which the
-experts of the same rank, shared ones among them, ran too. A variant "chunksN serial" has the chunks but one stream: the
-speed of its experts is what those of "chunksN" are compared with. With `--delayed`, variants
-"... delayed" compute the experts' weight gradients beside the backward of dispatch.
+experts of the same rank, shared ones among them, ran too. A variant "chunksN serial" has the chunks
+but one stream: the speed of its experts is what those of "chunksN" are compared with. With
+`--delayed`, variants "... delayed" compute the experts' weight gradients beside the backward of
+dispatch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Megatron's combined 1F1B schedule: how much communication it hides behind another micro-batch.
+r"""Megatron's combined 1F1B schedule: how much communication it hides behind another micro-batch.
 
-    torchrun --nproc-per-node 4 -m ep_dispatcher.profile.schedule --config configs/overlap_layer.yaml
+    torchrun --nproc-per-node 4 -m ep_dispatcher.profile.schedule \
+        --config configs/overlap_layer.yaml --set train.num_micro_batches=12
 
 Trains the same model with Megatron's dispatcher and with ours, plain and under 1F1B, and times
 forward and backward of a step's micro-batches. Under 1F1B Megatron cuts a layer into nodes on two
