@@ -197,6 +197,10 @@ def make_config(case: Case, *, overlap: bool) -> TransformerConfig:
         "sequence_parallel": case.tp > 1,
         "pipeline_model_parallel_size": case.pp,
         "virtual_pipeline_model_parallel_size": case.vpp if case.vpp > 1 else None,
+        # Chunks in turns on two stages: a batch of sends and receives would mix up activations and
+        # gradients, as both neighbours are the same rank (Megatron's own launcher refuses that).
+        "overlap_p2p_comm": case.vpp > 1,
+        "batch_p2p_comm": case.vpp == 1,
         "pipeline_dtype": dtype,
         "expert_model_parallel_size": case.ep,
         "expert_tensor_parallel_size": case.etp,
