@@ -16,6 +16,7 @@ import argparse
 import datetime
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -128,7 +129,7 @@ def _record(outcomes: Sequence[Outcome], steps: int, path: Path) -> None:
                 "run": run,
                 "when": now,
                 "commit": commit,
-                "command": f"python tests/megatron_world.py --steps {steps} --record {path}",
+                "command": shlex.join(["python", "tests/megatron_world.py", *sys.argv[1:]]),
                 "machine": f"cpu, {NUM_RANKS} processes on {os.cpu_count()} cores, gloo",
                 "versions": outcome.versions,
                 "suite": "train",

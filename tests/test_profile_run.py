@@ -59,6 +59,31 @@ def test_profile_writes_traces_and_a_summary(tmp_path: Path) -> None:
     assert "experts_backward" in done.stdout
 
 
+def test_schedule_bench_records_what_1f1b_hides(tmp_path: Path) -> None:
+    """Only variants under 1F1B have nodes to clock, so only they have a hidden fraction."""
+    out = tmp_path / "overlap.jsonl"
+    small = (
+        "model.hidden=64", "model.num_attention_heads=4", "model.expert_ffn_hidden=64",
+        "model.num_experts=8", "model.num_topk=2", "model.seq_length=32", "model.norm=LayerNorm",
+        "data.max_bytes=100000", "train.num_micro_batches=3",
+    )  # fmt: skip
+    done = run(
+        "torch.distributed.run", "--nproc-per-node", "2", "-m", "ep_dispatcher.profile.schedule",
+        "--config", "configs/overlap_layer.yaml", "--out", str(out), "--rounds", "2",
+        *settings(*TWO_RANKS, *small),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = {line["variant"]: line for line in map(json.loads, out.read_text().splitlines())}
+    assert list(lines) == ["alltoall", "ours", "alltoall 1f1b", "ours 1f1b"]
+    for name, line in lines.items():
+        assert line["checked"], line
+        assert line["backend"] == (
+            "ep_dispatcher/reference" if name.startswith("ours") else "megatron/alltoall"
+        )
+        assert ("hidden_fraction" in line) == name.endswith("1f1b")
+        assert ("communication_us" in line) == name.endswith("1f1b")
+
+
 def test_layer_bench_records_checked_lines(tmp_path: Path) -> None:
     """Alltoall, ours, ours in two chunks, with and without a second stream: three lines each."""
     out = tmp_path / "overlap.jsonl"
