@@ -37,9 +37,7 @@ def slow_outcomes() -> dict[str, Outcome]:
 
 def _assert_matches(case: Case, outcome: Outcome) -> None:
     assert len(outcome.losses) == STEPS
-    assert outcome.losses[-1] < outcome.losses[0] - 0.5, (
-        "it did not learn, so nothing was compared"
-    )
+    assert outcome.losses[-1] < outcome.losses[0] - 0.5, "it did not learn, so nothing was compared"
     assert set(outcome.dispatchers) == {"EpDispatcher"}
     if case.exact:
         assert outcome.losses == outcome.reference_losses

@@ -18,7 +18,7 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,29 +60,33 @@ class Measured:
 
 @contextlib.contextmanager
 def clocked_nodes(clock: Clock) -> Iterator[None]:
-    """Record each node of Megatron's schedule while the clock is active.
+    """Record the forward and backward of each node of Megatron's schedule that is made inside.
 
     Args:
-        clock: gets the name of a node that communicates, and `COMPUTE` for any other.
+        clock: active; gets the name of a node that communicates, and `COMPUTE` for any other.
     """
     from megatron.core.pipeline_parallel.utils import ScheduleNode
 
-    plain = ScheduleNode.stream_acquire_context
+    plain = ScheduleNode.__init__
 
-    @contextlib.contextmanager
-    def timed(node: Any, *args: Any, **kwargs: Any) -> Iterator[None]:  # noqa: ANN401
-        with plain(node, *args, **kwargs):
-            if not clock.active:
-                yield
-                return
-            with clock.span(node.name if node.name in COMMUNICATION else COMPUTE):
-                yield
+    def clocked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            with clock.span(name):
+                return function(*args, **kwargs)
 
-    ScheduleNode.stream_acquire_context = timed
+        return timed
+
+    def make(node: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        plain(node, *args, **kwargs)
+        name = node.name if node.name in COMMUNICATION else COMPUTE
+        node.forward_func = clocked(node.forward_func, name)
+        node.backward_func = clocked(node.backward_func, name)
+
+    ScheduleNode.__init__ = make
     try:
         yield
     finally:
-        ScheduleNode.stream_acquire_context = plain
+        ScheduleNode.__init__ = plain
 
 
 def run_variant(config: TrainConfig, corpus: Corpus, runtime: Runtime, rounds: int) -> Measured:
