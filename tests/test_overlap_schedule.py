@@ -82,7 +82,7 @@ def run(num_tokens: int, num_chunks: int) -> tuple[list[str], Tensor]:
 def test_launches_of_three_chunks() -> None:
     """Forward: the next dispatch before the experts, the last combine behind them.
 
-    Shared experts (S) run beside the first dispatch and the last combine.
+    Shared experts (S) run beside the plans and the first dispatch, and beside the last combine.
 
     Backward: the mirror image, so the gradients of the next chunk are on their way while the
     experts of this one run.
@@ -90,7 +90,7 @@ def test_launches_of_three_chunks() -> None:
     log, _ = run(6, 3)
     words = " ".join(log)
     forward, backward = words.split(" C2 S ")
-    assert forward == "P0 P1 P2 D0 S D1 E0 D2 E1 C0 E2 C1"
+    assert forward == "S P0 P1 P2 D0 D1 E0 D2 E1 C0 E2 C1"
     assert backward == "c2 c1 e2 c0 e1 d2 e0 d1 d0"
 
 

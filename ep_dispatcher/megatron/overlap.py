@@ -92,8 +92,8 @@ class LayerSteps:
 class OverlappedMoELayer(EpMoELayer):
     """Megatron's MoE layer with our dispatcher, run in chunks (`overlap.chunks` of the section).
 
-    Of Megatron's steps it changes five: the shared experts wait, half of their tokens until the
-    first dispatch is on its way and half until the last combine is, `dispatch` and `combine` hand
+    Of Megatron's steps it changes five: the shared experts run in two halves, beside the first
+    dispatch and beside the last combine, `dispatch` and `combine` hand
     on what they get, `routed_experts_compute` runs dispatch, experts and combine of all chunks, and
     `postprocess` adds what the shared experts made. With one chunk it is its parent.
     """

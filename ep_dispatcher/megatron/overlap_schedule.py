@@ -5,8 +5,8 @@ Data flow   tokens are cut into chunks; each is planned, dispatched, computed an
 Streams     D dispatch and C combine on the communication stream, E experts on the caller's:
                 communication   D0 | D1  D2 | C0  D3 | C1 ...        C(n-1)
                 caller's        S  | E0  .  | E1  .  | E2 ...  E(n-1)  S
-            Nothing of the chunks can run beside the first dispatch and the last combine; the shared
-            experts S can, half of their tokens beside each. All plans come first: in eager mode the
+            Nothing of the chunks can run beside the plans, the first dispatch and the last combine;
+            the shared experts S can, half of their tokens beside each end. All plans come first: in eager mode the
             host waits for each, and after them for nothing.
 Backward    Nothing is written for it. Autograd runs a node on the stream of its forward and waits
             for exactly the events that it needs, and it takes nodes in reverse order of their
@@ -164,7 +164,7 @@ def run_chunks(
         steps: the layer's.
         chunks: this rank's; equally many on all ranks.
         lanes: streams.
-        beside_dispatch: launched on the caller's stream beside the first dispatch.
+        beside_dispatch: launched on the caller's stream beside the plans and the first dispatch.
         beside_combine: likewise, beside the last combine.
 
     Returns:
@@ -173,6 +173,7 @@ def run_chunks(
     ready = lanes.computed()
     for chunk in chunks:
         lanes.lend(ready, *chunk)
+    beside_dispatch()
     with lanes.communicating():
         plans = [steps.plan(chunk.topk_idx) for chunk in chunks]
 
@@ -194,7 +195,6 @@ def run_chunks(
         return Computed(expert_out, lanes.computed())
 
     received = dispatch(0)
-    beside_dispatch()
     outs: list[Tensor] = []
     computed: Computed | None = None
     for index in range(len(chunks)):
