@@ -93,13 +93,13 @@ class OverlappedMoELayer(EpMoELayer):
     """Megatron's MoE layer with our dispatcher, run in chunks (`overlap.chunks` of the section).
 
     Of Megatron's steps it changes five: the shared experts run in two halves, beside the first
-    dispatch and beside the last combine, `dispatch` and `combine` hand
-    on what they get, `routed_experts_compute` runs dispatch, experts and combine of all chunks, and
-    `postprocess` adds what the shared experts made. With one chunk it is its parent.
+    dispatch and beside the last combine, `dispatch` and `combine` hand on what they get,
+    `routed_experts_compute` runs dispatch, experts and combine of all chunks, and `postprocess`
+    adds what the shared experts made. With one chunk it is its parent.
     """
 
     def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
-        """Put the shared experts off until `routed_experts_compute`; local."""
+        """Put the shared experts off until `routed_experts_compute`, in two halves; local."""
         self._shared_out: list[Tensor] = []
         self._shared_in: list[Tensor] = []
         graphed = compat.cuda_graph_scopes(self.config) is not None

@@ -3,11 +3,11 @@
 Data flow   tokens are cut into chunks; each is planned, dispatched, computed and combined on its
             own, so a token's sum, and its bits, are those of the layer without chunks.
 Streams     D dispatch and C combine on the communication stream, E experts on the caller's:
-                communication   D0 | D1  D2 | C0  D3 | C1 ...        C(n-1)
+                communication P D0 | D1  D2 | C0  D3 | C1 ...        C(n-1)
                 caller's        S  | E0  .  | E1  .  | E2 ...  E(n-1)  S
             Nothing of the chunks can run beside the plans, the first dispatch and the last combine;
-            the shared experts S can, half of their tokens beside each end. All plans come first: in eager mode the
-            host waits for each, and after them for nothing.
+            the shared experts S can, half of their tokens beside each end. All plans come first: in
+            eager mode the host waits for each, and after them for nothing.
 Backward    Nothing is written for it. Autograd runs a node on the stream of its forward and waits
             for exactly the events that it needs, and it takes nodes in reverse order of their
             creation. So the launch order below, read backwards, is the schedule of the backward.
