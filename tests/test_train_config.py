@@ -215,11 +215,30 @@ def test_nested_keys_can_be_overridden() -> None:
         load_config(path, ["ep_dispatcher.overlap.chunk=2"])
 
 
-def test_two_delays_of_weight_gradients_are_refused() -> None:
-    """Megatron's combined schedule delays them itself."""
-    values = {
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("train", "delay_weight_gradients", True),
+        ("train", "dispatcher", "allgather"),
+        ("model", "dtype", "float32"),
+        ("model", "recompute", "moe"),
+        ("model", "recompute", "full"),
+        ("parallel", "expert", 1),
+        ("parallel", "pipeline", 2),
+    ],
+)
+def test_what_the_combined_schedule_cannot_do_is_refused(
+    section: str, key: str, value: object
+) -> None:
+    """Before a rank starts, in one sentence, where Megatron would end with an assertion."""
+    values: dict[str, dict[str, object]] = {
         "model": {"dtype": "bfloat16"},
-        "train": {"overlap": True, "delay_weight_gradients": True},
+        "train": {"overlap": True},
+        "parallel": {"ranks_per_node": 4, "expert": 2},
     }
-    with pytest.raises(ConfigError, match=r"train\.overlap and train\.delay"):
+    config_from_dict(values)
+    values[section][key] = value
+    with pytest.raises(
+        ConfigError, match=rf"^train\.overlap is true with {section}\.{key} {value};"
+    ):
         config_from_dict(values)

@@ -238,16 +238,8 @@ class TrainConfig:
             count = getattr(model, name)
             if count is not None:
                 _check_divides("parallel.tensor", parallel.tensor, f"model.{name}", count)
-        if self.train.overlap and self.train.delay_weight_gradients:
-            raise ConfigError(
-                "train.overlap and train.delay_weight_gradients are both true; Megatron's combined "
-                "schedule has a delay of its own, so set one of the two"
-            )
-        if self.train.overlap and model.dtype != "bfloat16":
-            raise ConfigError(
-                f"train.overlap is true with model.dtype {model.dtype}; Megatron overlaps 16-bit "
-                "models only, so set model.dtype to bfloat16 or train.overlap to false"
-            )
+        if self.train.overlap:
+            _check_overlap(self)
         self.ep_config()
 
     @property
@@ -382,6 +374,30 @@ def _put(values: dict[str, Any], path: Sequence[str], value: object) -> None:
     inner = dict(present) if isinstance(present, Mapping) else {}
     _put(inner, rest, value)
     values[head] = inner
+
+
+def _check_overlap(config: TrainConfig) -> None:
+    """Refuse what Megatron's combined schedule cannot do, before a rank is started."""
+    model, parallel, train = config.model, config.parallel, config.train
+    for name, value, refused, why, instead in (
+        ("train.delay_weight_gradients", train.delay_weight_gradients, train.delay_weight_gradients,
+         "that schedule has a delay of its own", "false"),
+        ("model.dtype", model.dtype, model.dtype != "bfloat16",
+         "Megatron overlaps 16-bit models only", "bfloat16"),
+        ("model.recompute", model.recompute, model.recompute != "none",
+         "it would repeat communication that the schedule has placed", "none"),
+        ("parallel.expert", parallel.expert, parallel.expert == 1,
+         "there is no communication to hide", "2 or more"),
+        ("parallel.pipeline", parallel.pipeline, parallel.pipeline > 1,
+         "it needs several model chunks a stage there, which this command does not make", "1"),
+        ("train.dispatcher", train.dispatcher, train.dispatcher == "allgather",
+         "Megatron has no schedule for it", "ep_dispatcher or alltoall"),
+    ):  # fmt: skip
+        if refused:
+            raise ConfigError(
+                f"train.overlap is true with {name} {value}; {why}, so set {name} to {instead} or "
+                "train.overlap to false"
+            )
 
 
 def _check_divides(name: str, value: int, total_name: str, total: int) -> None:
