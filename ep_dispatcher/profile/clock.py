@@ -12,6 +12,7 @@ outputs, which runs first, and one on its inputs, which runs last.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -246,6 +247,15 @@ class ClockedBackend:
 
     def _span(self, name: str) -> contextlib.AbstractContextManager[None]:
         return self.clock.span(name) if self.clock.active else contextlib.nullcontext()
+
+
+def max_connections() -> int | None:
+    """`CUDA_DEVICE_MAX_CONNECTIONS`: queues that a process has for its streams; None if not set.
+
+    Streams that share one wait for each other, so a line of a measurement of overlap names it.
+    """
+    text = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return int(text) if text.isdecimal() else None
 
 
 def hidden_ms(spans: Iterable[Span], hidden: Sequence[str], behind: Sequence[str]) -> float:

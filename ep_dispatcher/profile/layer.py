@@ -38,6 +38,7 @@ from ep_dispatcher.profile.clock import (
     HostStamp,
     Span,
     hidden_ms,
+    max_connections,
     total_ms,
 )
 from ep_dispatcher.train.config import TrainConfig, load_config
@@ -341,6 +342,7 @@ def record(
                 checked=found["difference"] < 1e-2,
                 difference=found["difference"],
                 **times,
+                max_connections=max_connections(),
                 hidden_fraction=found["hidden_fraction"],
                 communication_us=found["communication_us"],
                 experts_us=found["experts_us"],

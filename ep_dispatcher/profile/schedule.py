@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from ep_dispatcher.bench.results import ResultLog, log_of_module, summarise_times
 from ep_dispatcher.launch import OK
-from ep_dispatcher.profile.clock import Clock, HostStamp, Span, hidden_ms, total_ms
+from ep_dispatcher.profile.clock import Clock, HostStamp, Span, hidden_ms, max_connections, total_ms
 from ep_dispatcher.profile.parity import config_of
 from ep_dispatcher.train.config import TrainConfig, load_config
 from ep_dispatcher.train.data import Corpus, load_corpus
@@ -166,6 +166,7 @@ def record(
         seed=train.seed,
         checked=difference < 1e-2,
         difference=difference,
+        max_connections=max_connections(),
         **found,
     )
 
