@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ep_dispatcher.bench.train_ablation import (
     draw,
     largest_difference,
     main,
+    sharing_of,
     write_page,
 )
 
@@ -27,7 +29,14 @@ def test_a_run_past_its_limit_is_a_row_without_a_loss(tmp_path: Path) -> None:
     (line,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
     assert "training ended with its time limit of 1 s" in line["error"]
     assert "last_loss" not in line
+    assert line["machine"]["sharing"] in ("cpu", "one per gpu")
     assert "time limit of 1 s" in (tmp_path / "ablation.md").read_text()
+
+
+def test_lines_say_how_the_ranks_of_a_config_share_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    assert sharing_of(Path("configs/one_gpu_4ranks.yaml")) == "mps"
+    assert sharing_of(Path("configs/h200_8gpu.yaml")) == "one per gpu"
 
 
 def test_the_picture_and_the_page_hold_what_the_runs_left(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ep_dispatcher.bench.results import ResultLog, summarise_times
+from ep_dispatcher.train.config import load_config
 
 DISPATCHERS = ("alltoall", "ep_dispatcher", "allgather")
 WARM_UP_STEPS = 5
@@ -163,6 +164,13 @@ def record(runs: Sequence[TrainingRun], config: Path, log: ResultLog, sharing: s
             peak_bytes=run.peak_bytes,
             wall_s=run.wall_s,
         )
+
+
+def sharing_of(config: Path) -> str:
+    """How the ranks of a config share this machine, in the words of the recorded lines."""
+    if not shutil.which("nvidia-smi"):
+        return "cpu"
+    return "mps" if load_config(config).parallel.ranks_share_gpu else "one per gpu"
 
 
 def draw(runs: Sequence[TrainingRun], file: Path) -> None:
@@ -327,8 +335,8 @@ def main(words: Sequence[str] | None = None) -> int:
         for name in args.dispatchers
     ]
     command = ["python", "-m", "ep_dispatcher.bench.train_ablation", *given]
-    sharing = "as the config says"
-    record(runs, args.config, ResultLog(args.out / "results.jsonl", command), sharing)
+    log = ResultLog(args.out / "results.jsonl", command)
+    record(runs, args.config, log, sharing_of(args.config))
     draw(runs, args.out / "ablation.png")
     write_page(runs, args.config, args.out / "ablation.md")
     sys.stdout.write((args.out / "ablation.md").read_text(encoding="utf-8"))
