@@ -25,7 +25,7 @@ from ep_dispatcher.bench import command as bench_command
 from ep_dispatcher.bench import plan_cpu
 from ep_dispatcher.bench.results import ResultLog
 from ep_dispatcher.doctor import Diagnosis, diagnose
-from ep_dispatcher.errors import EpError, EpTimeoutError, UnavailableError
+from ep_dispatcher.errors import ConfigError, EpError, EpTimeoutError, UnavailableError
 from ep_dispatcher.plan_input import PlanOptions, read_question
 from ep_dispatcher.plan_report import make_report, print_report
 from ep_dispatcher.routing import ROUTINGS
@@ -202,6 +202,8 @@ def _plan(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     if args.nccl:
         return _doctor_nccl(args)
+    if args.ranks is not None or args.domain_size is not None:
+        raise ConfigError("--ranks and --domain-size go with --nccl; add it, or leave them out")
     diagnosis = diagnose()
     if args.json:
         _write_json(diagnosis.to_dict())

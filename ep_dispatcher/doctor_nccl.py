@@ -6,9 +6,11 @@ Under torchrun or srun each process is a rank; otherwise ranks are started on th
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -150,9 +152,12 @@ def start_ranks(num_ranks: int | None, domain_size: int | None, words: Sequence[
         words: of the command line.
 
     Raises:
-        UnavailableError: this machine cannot run the device tier; says why.
-        ConfigError: a domain size that does not divide the ranks.
+        UnavailableError: this machine cannot run the device tier, or a rank was ended from
+            outside; says why.
+        ConfigError: fewer than one rank, or a domain size that does not divide the ranks.
     """
+    if num_ranks is not None and num_ranks < 1:
+        raise ConfigError(f"--ranks is {num_ranks}; it must be at least 1")
     missing = native.missing_reason()
     if missing is not None:
         raise UnavailableError(f"NCCL was not probed: {missing}")
@@ -165,7 +170,8 @@ def start_ranks(num_ranks: int | None, domain_size: int | None, words: Sequence[
     command = [sys.executable, "-m", "ep_dispatcher", *words]
     processes = [subprocess.Popen(command, env=each) for each in environments]
     try:
-        return max(process.wait(START_TIMEOUT_S) for process in processes)
+        last = time.monotonic() + START_TIMEOUT_S
+        codes = [process.wait(max(0.0, last - time.monotonic())) for process in processes]
     except subprocess.TimeoutExpired:
         raise UnavailableError(
             f"the ranks were not done in {START_TIMEOUT_S:.0f} s; run again with NCCL_DEBUG=INFO "
@@ -175,6 +181,13 @@ def start_ranks(num_ranks: int | None, domain_size: int | None, words: Sequence[
         for process in processes:
             process.kill()
             process.wait()
+    for rank, code in enumerate(codes):
+        if code < 0:
+            raise UnavailableError(
+                f"rank {rank} was ended by {signal.Signals(-code).name}; run again with "
+                "NCCL_DEBUG=INFO to see how far NCCL came"
+            )
+    return max(codes)
 
 
 def rank_environment(

@@ -158,14 +158,23 @@ def num_contexts(lanes: int, max_tokens: int) -> int:
         lanes: channels towards each other domain.
         max_tokens: of a rank.
 
+    Raises:
+        UnavailableError: more tokens than the queues of a context for each lane hold signals for;
+            on all ranks alike.
+
     Example: 8 lanes, 4096 tokens -> 4; 64 lanes -> 6.
     """
     chunks = -(-max_tokens // _CHUNK_TOKENS)
-    for contexts in range(min(_FEWEST_CONTEXTS, lanes), lanes):
+    for contexts in range(min(_FEWEST_CONTEXTS, lanes), lanes + 1):
         posts = _MOST_UNSENT * -(-lanes // contexts) + -(-chunks // contexts) + _OTHER_POSTS
         if posts <= _QUEUE_DEPTH:
             return contexts
-    return lanes
+    most = (_QUEUE_DEPTH - _MOST_UNSENT - _OTHER_POSTS) * lanes * _CHUNK_TOKENS
+    raise UnavailableError(
+        f"max_tokens_per_rank is {max_tokens}; with {lanes} lane(s) towards each other domain the "
+        f"device tier takes at most {most}, as NCCL's queues could fill: give it more SMs "
+        "(num_sms), fewer tokens a call, or take the reference tier"
+    )
 
 
 def make_rail(module: Any, config: EpConfig, domain: DomainView) -> Any:  # noqa: ANN401

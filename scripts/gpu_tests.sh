@@ -36,6 +36,15 @@ check() {
 # end_mps: unless it was up before the script
 end_mps() { [[ -z $mps_is_mine ]] || stop_mps; }
 
+# need_mps PART: start MPS; where it does not start, the part has failed
+need_mps() {
+  start_mps >"$RESULTS/mps.log" 2>&1 && return
+  failed=1
+  printf '%-10s %-22s %4d s  %s\n' FAIL "$1" 0 "MPS did not start: $(tail -n 1 "$RESULTS/mps.log")" |
+    tee -a "$RESULTS/table.txt"
+  return 1
+}
+
 part_build() {
   check "native module" 600 bash -c '. scripts/shared_gpu.sh && build_native'
   check "kernel modules" 600 scripts/gpu_kernels.sh build
@@ -45,7 +54,7 @@ part_faults() { check faults 120 "${TESTS[@]}" tests/test_kernel_faults.py; }
 part_example() { check example 60 scripts/gpu_kernels.sh example; }
 
 part_windows() { # processes, by the number of ranks
-  start_mps || return
+  need_mps windows || return
   local ranks
   for ranks in 4 2 8; do
     check "windows $ranks ranks" 200 "${TESTS[@]}" tests/test_device.py -k "${ranks}ranks"
@@ -60,7 +69,7 @@ part_rails() { # one launch, then processes; a world of ranks after the other
   local world
   check "rails, one launch" 400 "${TESTS[@]}" --timeout 120 \
     tests/test_rail_{domains,memory,kernels,faults,send,worlds}.py
-  start_mps || return
+  need_mps 'rails, GIN' || return
   for world in 2x1 4x1 2x2 2x4 4x2 8x1; do
     check "rails, GIN $world" 150 "${TESTS[@]}" --timeout 120 tests/test_rail_gin.py -k "$world"
   done

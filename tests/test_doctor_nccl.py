@@ -77,6 +77,32 @@ def test_ranks_get_the_variables_that_sharing_needs(monkeypatch: pytest.MonkeyPa
     assert shared["NCCL_NVLS_ENABLE"] == "2"
 
 
+@pytest.mark.parametrize("words", [["--ranks", "2"], ["--domain-size", "1"]])
+def test_ranks_without_a_probe_are_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", *words]) == cli.USER_ERROR
+    assert "go with --nccl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_ranks", [0, -2])
+def test_fewer_than_one_rank_is_refused(num_ranks: int) -> None:
+    with pytest.raises(ConfigError, match=f"--ranks is {num_ranks}; it must be at least 1"):
+        doctor_nccl.start_ranks(num_ranks, None, ["doctor", "--nccl"])
+
+
+def test_a_rank_that_was_killed_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code is negative, and that of the others may be 0."""
+    kill_one = "import os; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9)"
+    start = subprocess.Popen
+    monkeypatch.setattr(native, "missing_reason", lambda: None)
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda _, env: start([sys.executable, "-c", kill_one], env=env)
+    )
+    with pytest.raises(UnavailableError, match="rank 1 was ended by SIGKILL"):
+        doctor_nccl.start_ranks(2, None, ["doctor", "--nccl"])
+
+
 @pytest.mark.parametrize("domain_size", [0, 3, 8])
 def test_a_domain_size_that_does_not_divide_is_refused(domain_size: int) -> None:
     with pytest.raises(ConfigError, match=f"domain size {domain_size} does not divide 4 ranks"):

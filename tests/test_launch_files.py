@@ -114,6 +114,20 @@ def test_torchrun_starts_a_rank_on_each_node(tmp_path: Path) -> None:
     assert f"done: step {STEPS}" in told[0]
 
 
+@pytest.mark.parametrize("lacks", ["NODE_RANK", "MASTER_ADDR"])
+def test_torchrun_over_several_nodes_asks_where_they_meet(lacks: str) -> None:
+    """It would wait for other nodes on this one otherwise."""
+    given = {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    del given[lacks]
+    done = subprocess.run(
+        [str(ROOT / "scripts" / "train_torchrun.sh"), "any.yaml"],
+        env={"PATH": os.environ["PATH"], "NNODES": "2", **given},
+        capture_output=True, text=True, timeout=20, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert f"{lacks}: is not set" in done.stderr
+
+
 def test_slurm_starts_a_rank_for_each_task(tmp_path: Path) -> None:
     done = slurm(tmp_path, "train.sbatch", str(write_config(tmp_path)))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -126,6 +126,12 @@ def test_contexts_are_enough_for_queues_that_never_fill(
     assert num_contexts(lanes, max_tokens) == contexts
 
 
+def test_tokens_that_no_number_of_contexts_has_room_for_are_refused() -> None:
+    assert num_contexts(1, 6656) == 1
+    with pytest.raises(UnavailableError, match=r"max_tokens_per_rank is 6657.*at most 6656"):
+        num_contexts(1, 6657)
+
+
 def test_targets_in_other_domains_are_memory_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that they too are kept for the stream of each launch."""
     routing, dst_rank = torch.zeros(1), torch.ones(1)
