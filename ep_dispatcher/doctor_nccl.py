@@ -24,6 +24,7 @@ from ep_dispatcher.collectives import Collectives
 from ep_dispatcher.communicator import Reasons, open_communicator, topology_from
 from ep_dispatcher.config import Topology
 from ep_dispatcher.errors import ConfigError, UnavailableError
+from ep_dispatcher.rails import check_topology
 from ep_dispatcher.slurm import adopt_slurm
 
 ROUNDS = 21  # round trips on each rail; the first is not timed
@@ -230,6 +231,7 @@ def _report(collectives: Collectives) -> NcclReport | None:
     communicator = open_communicator(collectives)
     properties = communicator.properties()
     topology = topology_from(properties.num_domains, collectives.size, None)
+    check_topology(topology)
     trips = _trips(collectives, communicator, topology) if topology.num_domains > 1 else []
     index = torch.cuda.current_device()
     gpu = f"{torch.cuda.get_device_name(index)} ({index})"

@@ -297,7 +297,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=Path("docs/results"), help="folder")
     parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of scaling.svg")
     args = parser.parse_args(words)
-    rates = read_rates(args.results)
+    if not args.out.is_dir():
+        parser.error(f"--out {args.out} is no folder")
+    try:
+        rates = read_rates(args.results)
+    except ConfigError as error:
+        parser.error(f"--results: {error}")
     sys.stdout.write(f"{rates}\n{H200_CX7}\n\n{table(H200_CX7, rates)}\n")
     plot(H200_CX7, rates, args.out / "scaling.svg")
     return 0

@@ -93,3 +93,12 @@ def test_the_document_holds_the_models_table() -> None:
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     scaling.plot(MACHINE, RATES, tmp_path / "picture.svg")
     assert (tmp_path / "picture.svg").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("option", ["--results", "--out"])
+def test_a_folder_that_cannot_serve_is_named(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        scaling.main([option, str(tmp_path / "absent")])
+    assert str(tmp_path / "absent") in capsys.readouterr().err

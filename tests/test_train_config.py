@@ -192,6 +192,16 @@ def test_srun_ranks_get_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatc
     assert environment["LOCAL_RANK"] == "1"
 
 
+def test_a_step_without_local_ids_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("PROCID", "1"), ("NTASKS", "2"), ("STEP_ID", "0")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    with pytest.raises(EpError, match="SLURM_LOCALID is not set"):
+        adopt_slurm("scripts/train.sbatch")
+
+
 def test_options_of_a_path_that_looks_like_yaml_stay_text() -> None:
     """A folder called 1: or null is a folder."""
     args = _arguments(["--config", str(CONFIGS / "tiny_cpu.yaml"), "--data", "null", "--out", "7"])
