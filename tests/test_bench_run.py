@@ -179,15 +179,18 @@ def test_a_hang_costs_its_own_row_and_the_run_goes_on(tmp_path: Path) -> None:
     assert all(line["checked"] for line in lines["torch/all_to_all"])
 
 
+@pytest.mark.parametrize("waited_s", [0, 3], ids=["starting", "started"])
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_no_process_is_left_where_the_bench_is_ended(how: signal.Signals, tmp_path: Path) -> None:
+def test_no_process_is_left_where_the_bench_is_ended(
+    how: signal.Signals, waited_s: float, tmp_path: Path
+) -> None:
     words = [sys.executable, "-m", "ep_dispatcher", "bench", "run", "--backends", "control/hang"]
     started = subprocess.Popen([*words, "--out", str(tmp_path), "--no-report", "--set", *TINY])
     deadline = time.monotonic() + 60
     while len(workers := children_of(started.pid)) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert len(workers) == 2
-    time.sleep(3)  # they import torch first
+    time.sleep(waited_s)  # they import torch first
     started.send_signal(how)
     started.wait(20)
     while any(map(is_running, workers)) and time.monotonic() < deadline:

@@ -297,7 +297,7 @@ class _Processes:
         local = os.environ.get("LOCAL_RANK", str(rank)) if len(self._ranks) == 1 else str(rank)
         kept |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": local}
         kept |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1])}
-        command = [sys.executable, "-m", "ep_dispatcher.bench.worker", str(file)]
+        command = [sys.executable, "-m", "ep_dispatcher.bench.worker", str(file), str(os.getpid())]
         with log.open("wb") as output:
             return subprocess.Popen(
                 command, env=kept, stdout=output, stderr=output, start_new_session=True

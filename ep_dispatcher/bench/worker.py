@@ -1,6 +1,6 @@
 """One rank's process: runs its share of a job and leaves one file for each work.
 
-    python -m ep_dispatcher.bench.worker JOB_FILE
+    python -m ep_dispatcher.bench.worker JOB_FILE LAUNCHER_PID
 
 Ranks meet as torchrun's do, through RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A work that all
 ranks refuse, or whose result is wrong, is written and the next one follows; after any other failure
@@ -223,7 +223,7 @@ def main(words: list[str]) -> int:
     # The launcher asks so before it ends a process that hangs.
     faulthandler.register(WHERE, all_threads=False)
     torch.set_num_threads(1)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(int(words[1]),), daemon=True).start()
     try:
         Worker(job).run()
     except BaseException as error:  # noqa: BLE001  # already written; peers must see an end
