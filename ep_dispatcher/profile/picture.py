@@ -33,6 +33,7 @@ _COLOURS = {
     "experts": "#ff7f0e",
     "experts_backward": "#d62728",
     "shared_experts": "#9467bd",
+    "shared_experts_backward": "#c5b0d5",
 }
 
 
@@ -84,7 +85,8 @@ def draw(spans_of: dict[str, list[Span]], title: str, path: Path) -> None:
     axes.set_yticks(ticks, labels, fontsize=8)
     axes.set_xlabel("ms since the layer began")
     axes.set_title(title, fontsize=10)
-    handles = [Patch(color=colour, label=name) for name, colour in _COLOURS.items()]
+    seen = {span.name for spans in spans_of.values() for span in spans}
+    handles = [Patch(color=_COLOURS[name], label=name) for name in _COLOURS if name in seen]
     below = -0.16 if len(spans_of) > 3 else -0.25
     axes.legend(
         handles=handles,
