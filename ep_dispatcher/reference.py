@@ -59,6 +59,9 @@ class Routes:
     pairs_of_token: Tensor
 
 
+_PASSED = {True: "passed", False: "did not pass"}
+
+
 class ReferenceBackend:
     """Implements `Backend` with an all-gather and a few all-to-alls.
 
@@ -102,6 +105,7 @@ class ReferenceBackend:
         self, plan: Plan, x: Tensor, topk_weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """See `Backend.dispatch`; padding rows and their weights are zero."""
+        self._agree_on_weights(topk_weights is not None)
         routes = _routes_of(plan)
         received = self._collectives.all_to_all(
             x[routes.sent_token], routes.sent_pairs, routes.received_pairs
@@ -116,6 +120,16 @@ class ReferenceBackend:
         recv_weights = topk_weights.new_zeros(plan.num_recv_rows)
         recv_weights[routes.received_row] = weights
         return recv_x, recv_weights
+
+    def _agree_on_weights(self, given: bool) -> None:
+        """Refuse weights of some ranks only: their rows would have no weight elsewhere."""
+        all_given = self._collectives.all_gather(torch.tensor([int(given)])).flatten().tolist()
+        if len(set(all_given)) > 1:
+            other = all_given.index(int(not given))
+            raise AgreementError(
+                f"rank {self._collectives.rank} {_PASSED[given]} topk_weights to dispatch and "
+                f"rank {other} {_PASSED[not given]}; pass them on all ranks or on none"
+            )
 
     def combine(
         self, plan: Plan, expert_out: Tensor, row_weights: Tensor | None

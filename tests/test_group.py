@@ -380,3 +380,20 @@ def test_gradcheck_of_dispatch_and_combine() -> None:
         return bool(dispatch and combine)
 
     assert on_ranks(work, config, ranks=1) == [True]
+
+
+@pytest.mark.parametrize("rank_with", [0, 1])
+def test_weights_on_some_ranks_only_are_refused_on_all(rank_with: int) -> None:
+    def work(group: EPGroup) -> str:
+        plan = group.plan(torch.tensor([[0, 7]]))
+        weights = torch.ones(1, 2) if group.ep_rank == rank_with else None
+        with pytest.raises(AgreementError) as refused:
+            group.dispatch(plan, torch.ones(1, 16), weights)
+        return str(refused.value)
+
+    passed = ["passed" if rank == rank_with else "did not pass" for rank in range(2)]
+    for rank, told in enumerate(on_ranks(work)):
+        assert told == (
+            f"rank {rank} {passed[rank]} topk_weights to dispatch and rank {1 - rank} "
+            f"{passed[1 - rank]}; pass them on all ranks or on none"
+        )
