@@ -210,6 +210,7 @@ def test_the_layers_result_is_compared_with_the_reference(
         assert all("layer_forward: token 11" in reason for reason in told)
 
 
+@pytest.mark.timeout(300)
 def test_the_script_for_many_gpus_runs_from_tests_to_table(tmp_path: Path) -> None:
     done = subprocess.run(
         ["scripts/multi_gpu.sh", "2", "--cpu", "--out", str(tmp_path)],
@@ -217,7 +218,7 @@ def test_the_script_for_many_gpus_runs_from_tests_to_table(tmp_path: Path) -> No
         env=os.environ | {"PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
