@@ -12,6 +12,7 @@ outputs, which runs first, and one on its inputs, which runs last.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,6 +54,11 @@ class HostStamp:
     def elapsed_time(self, end: HostStamp) -> float:
         """Milliseconds to another."""
         return (end._at_s - self._at_s) * 1e3
+
+
+def stamp_maker(*, on_gpu: bool) -> Callable[[], Stamp]:
+    """What makes a moment: on the GPU's current stream, or of the host where there is none."""
+    return functools.partial(torch.cuda.Event, enable_timing=True) if on_gpu else HostStamp
 
 
 class Span(NamedTuple):

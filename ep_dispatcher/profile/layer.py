@@ -35,12 +35,13 @@ from ep_dispatcher.profile.clock import (
     COMMUNICATION,
     Clock,
     ClockedBackend,
-    HostStamp,
     Span,
     hidden_ms,
     max_connections,
+    stamp_maker,
     total_ms,
 )
+from ep_dispatcher.profile.lines import layer_fields, sharing_of
 from ep_dispatcher.train.config import TrainConfig, load_config
 from ep_dispatcher.train.progress import say
 from ep_dispatcher.train.runtime import Runtime, open_runtime
@@ -196,7 +197,7 @@ class LayerBench:
         self._weights = self._weights or list(layer.parameters())
         for own, given in zip(layer.parameters(), self._weights, strict=True):
             own.data = given.data
-        clock = Clock(_make_stamp if self._runtime.on_gpu else HostStamp)
+        clock = Clock(stamp_maker(on_gpu=self._runtime.on_gpu))
         layer.experts.forward = clock.wrap("experts", layer.experts.forward)
         if layer.shared_experts is not None:
             shared = layer.shared_experts
@@ -227,12 +228,8 @@ class LayerBench:
     def _step(self, variant: Variant) -> tuple[float, float]:
         """Forward and backward once, no gradient is kept; returns their times in ms."""
         self._clock_backend(variant)
-        if self._runtime.on_gpu:
-            torch.cuda.synchronize()
-        dist.barrier()
-        if self._runtime.on_gpu:
-            torch.cuda.synchronize()
-        make = _make_stamp if self._runtime.on_gpu else HostStamp
+        self._runtime.settle()
+        make = stamp_maker(on_gpu=self._runtime.on_gpu)
         stamps: list[Any] = [make() for _ in range(3)]
         stamps[0].record()
         out, _ = variant.layer(self._x)
@@ -312,7 +309,6 @@ def record(
     summaries: dict[str, dict[str, Any]], config: TrainConfig, log: ResultLog, experts: str
 ) -> None:
     """Append three lines a variant: forward, backward, and both."""
-    model, parallel = config.model, config.parallel
     serial = {name: each["experts_us"] for name, each in summaries.items()}
     for name, found in summaries.items():
         slow_down = None
@@ -320,25 +316,15 @@ def record(
             slow_down = round(found["experts_us"] / serial[f"{name} serial"], 4)
         for phase, times in found["times_us"].items():
             log.write(
-                sharing="mps" if parallel.ranks_share_gpu else _sharing(config),
+                sharing=sharing_of(config),
                 suite="overlap",
                 backend="megatron/alltoall" if name == "alltoall" else found["backend"],
                 variant=name,
                 phase="step" if phase == "step" else f"layer_{phase}",
                 layout="expert_major",
                 experts=experts,
-                ranks=parallel.ep_size,
                 domains=1,
-                num_sms=config.ep_dispatcher.num_sms,
-                num_tokens=config.tokens_per_rank,
-                hidden=model.hidden,
-                expert_ffn_hidden=model.expert_ffn_hidden,
-                shared_expert_ffn_hidden=model.shared_expert_ffn_hidden,
-                num_topk=model.num_topk,
-                num_experts=model.num_experts,
-                dtype=model.dtype,
-                routing="router",
-                seed=config.train.seed,
+                **layer_fields(config),
                 checked=found["difference"] < 1e-2,
                 difference=found["difference"],
                 **times,
@@ -466,14 +452,6 @@ def _relative(values: Tensor, other: Tensor) -> float:
     """Size of a difference relative to the second (2-norms)."""
     size = other.float().norm()
     return float((values.float() - other.float()).norm() / size)
-
-
-def _make_stamp() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
-
-
-def _sharing(config: TrainConfig) -> str:
-    return "cpu" if not torch.cuda.is_available() else "one per gpu"
 
 
 if __name__ == "__main__":

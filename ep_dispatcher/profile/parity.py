@@ -30,6 +30,7 @@ from ep_dispatcher.bench.results import ResultLog, log_of_module
 from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.launch import OK
 from ep_dispatcher.megatron.options import OverlapOptions
+from ep_dispatcher.profile.lines import sharing_of
 from ep_dispatcher.train.config import TrainConfig, load_config
 from ep_dispatcher.train.data import BatchKey, Corpus, load_corpus
 from ep_dispatcher.train.progress import say
@@ -191,7 +192,7 @@ def record(runs: dict[str, Run], config: TrainConfig, log: ResultLog) -> list[st
         mean = mean_difference(run.losses, reference.losses)
         last = abs(run.losses[-1] - reference.losses[-1])
         log.write(
-            sharing=_sharing(config),
+            sharing=sharing_of(config),
             suite="train",
             backend=f"ep_dispatcher/{run.tiers}" if ours else f"megatron/{name.split()[0]}",
             variant=name,
@@ -295,12 +296,6 @@ def summarise_seeds(found: Sequence[dict[str, Run]]) -> list[str]:
             f"mean of last steps {last:.2e}"
         )
     return words
-
-
-def _sharing(config: TrainConfig) -> str:
-    if not torch.cuda.is_available():
-        return "cpu"
-    return "mps" if config.parallel.ranks_share_gpu else "one per gpu"
 
 
 def _variants(text: str) -> list[str]:

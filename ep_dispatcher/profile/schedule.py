@@ -28,7 +28,15 @@ import torch.distributed as dist
 
 from ep_dispatcher.bench.results import ResultLog, log_of_module, summarise_times
 from ep_dispatcher.launch import OK
-from ep_dispatcher.profile.clock import Clock, HostStamp, Span, hidden_ms, max_connections, total_ms
+from ep_dispatcher.profile.clock import (
+    Clock,
+    Span,
+    hidden_ms,
+    max_connections,
+    stamp_maker,
+    total_ms,
+)
+from ep_dispatcher.profile.lines import layer_fields, sharing_of
 from ep_dispatcher.profile.parity import config_of
 from ep_dispatcher.train.config import TrainConfig, load_config
 from ep_dispatcher.train.data import Corpus, load_corpus
@@ -96,17 +104,17 @@ def run_variant(config: TrainConfig, corpus: Corpus, runtime: Runtime, rounds: i
 
     job = build_job(config, runtime)
     trainer = Trainer(config, corpus, runtime, job)
-    clock = Clock(_make_stamp if runtime.on_gpu else HostStamp)
+    clock = Clock(stamp_maker(on_gpu=runtime.on_gpu))
     results = [trainer._forward_backward(step) for step in range(_WARM_UP)]
     times_ms = []
     for step in range(rounds):
-        _wait(runtime)
+        runtime.settle()
         began = time.perf_counter()
         trainer._forward_backward(step)
         if runtime.on_gpu:
             torch.cuda.synchronize()
         times_ms.append((time.perf_counter() - began) * 1e3)
-    _wait(runtime)
+    runtime.settle()
     with clocked_nodes(clock):
         clock.start()
         trainer._forward_backward(rounds)
@@ -144,26 +152,15 @@ def record(
     name: str, found: dict[str, Any], first: dict[str, Any], config: TrainConfig, log: ResultLog
 ) -> None:
     """Append the line of a variant."""
-    model, train = config.model, config.train
     difference = abs(found["first_loss"] / first["first_loss"] - 1)
-    sharing = "mps" if config.parallel.ranks_share_gpu else "one per gpu"
     log.write(
-        sharing=sharing if torch.cuda.is_available() else "cpu",
+        sharing=sharing_of(config),
         suite="overlap",
         variant=name,
         phase="step",
-        ranks=config.parallel.ep_size,
-        num_sms=config.ep_dispatcher.num_sms,
-        num_tokens=config.tokens_per_rank,
-        num_micro_batches=train.num_micro_batches,
-        num_layers=model.num_layers,
-        hidden=model.hidden,
-        expert_ffn_hidden=model.expert_ffn_hidden,
-        num_topk=model.num_topk,
-        num_experts=model.num_experts,
-        dtype=model.dtype,
-        routing="router",
-        seed=train.seed,
+        **layer_fields(config),
+        num_micro_batches=config.train.num_micro_batches,
+        num_layers=config.model.num_layers,
         checked=difference < 1e-2,
         difference=difference,
         max_connections=max_connections(),
@@ -219,19 +216,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--variants", default=",".join(VARIANTS), help="names, with commas")
     return parser
-
-
-def _wait(runtime: Runtime) -> None:
-    """Until all ranks, and their GPUs, have nothing to do."""
-    if runtime.on_gpu:
-        torch.cuda.synchronize()
-    dist.barrier()
-    if runtime.on_gpu:
-        torch.cuda.synchronize()
-
-
-def _make_stamp() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
 
 
 if __name__ == "__main__":

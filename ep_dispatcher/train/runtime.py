@@ -40,6 +40,14 @@ class Runtime:
         """Whether this rank speaks for all."""
         return self.rank == 0
 
+    def settle(self) -> None:
+        """Wait until all ranks, and their GPUs, have nothing to do; collective."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        dist.barrier()
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
     def describe(self) -> str:
         """Say in words what the ranks run on."""
         if not self.on_gpu:
