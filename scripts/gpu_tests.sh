@@ -22,26 +22,28 @@ OURS=(--kernel-name kernel_substring=_ZN2ep) # kernels of namespace ep
 failed=0
 mkdir -p "$RESULTS"
 
-# check NAME LIMIT_S COMMAND...: run it, print one line with what its log says last
+# row VERDICT NAME START LOG: one line with what the log says last; any verdict but ok is a failure
+row() {
+  [[ $1 == ok ]] || failed=1
+  printf '%-10s %-22s %4d s  %s\n' "$1" "$2" $((SECONDS - $3)) \
+    "$(grep -v '^$' "$4" | tail -n 1 | cut -c1-150)" | tee -a "$RESULTS/table.txt"
+}
+
+# check NAME LIMIT_S COMMAND...: run it
 check() {
   local name=$1 limit_s=$2 start=$SECONDS verdict=ok
   local log=$RESULTS/${name// /_}.log
   shift 2
   timeout -k 5 "$limit_s" "$@" >"$log" 2>&1 || verdict="FAIL ($?)"
-  [[ $verdict == ok ]] || failed=1
-  printf '%-10s %-22s %4d s  %s\n' "$verdict" "$name" $((SECONDS - start)) \
-    "$(grep -v '^$' "$log" | tail -n 1 | cut -c1-150)" | tee -a "$RESULTS/table.txt"
+  row "$verdict" "$name" "$start" "$log"
 }
-
-# end_mps: unless it was up before the script
-end_mps() { [[ -z $mps_is_mine ]] || stop_mps; }
 
 # need_mps PART: start MPS; where it does not start, the part has failed
 need_mps() {
-  start_mps >"$RESULTS/mps.log" 2>&1 && return
-  failed=1
-  printf '%-10s %-22s %4d s  %s\n' FAIL "$1" 0 "MPS did not start: $(tail -n 1 "$RESULTS/mps.log")" |
-    tee -a "$RESULTS/table.txt"
+  local log="$RESULTS/mps.log"
+  start_mps >"$log" 2>&1 && return
+  echo "MPS did not start: $(tail -n 1 "$log")" >>"$log"
+  row FAIL "$1" "$SECONDS" "$log"
   return 1
 }
 
@@ -62,7 +64,7 @@ part_windows() { # processes, by the number of ranks
   check "native module, host" 120 "${TESTS[@]}" tests/test_native.py tests/test_c_abi.py \
     tests/test_device_waits.py
   check "rows on two streams" 90 "${TESTS[@]}" tests/test_device_memory.py
-  end_mps
+  stop_mps
 }
 
 part_rails() { # one launch, then processes; a world of ranks after the other
@@ -75,7 +77,7 @@ part_rails() { # one launch, then processes; a world of ranks after the other
   done
   check "rails, GIN faults" 200 "${TESTS[@]}" --timeout 120 tests/test_rail_gin_faults.py
   check "doctor --nccl" 200 "${TESTS[@]}" --timeout 120 tests/test_doctor_nccl.py
-  end_mps
+  stop_mps
 }
 
 # sanitize TOOL OPTION...: over the tests marked for it, the C example and the rails

@@ -132,8 +132,7 @@ else
   if ((per_gpu > 1)); then
     export NCCL_MAX_CTAS=16 # blocks of all ranks must fit on the GPU beside ours
     start_mps || wrong "MPS did not start; nvidia-cuda-mps-control -d says why"
-    recover=(--recover scripts/restart_mps.sh)
-    [[ $mps_is_mine ]] || recover=()
+    [[ ! $mps_is_mine ]] || recover=(--recover scripts/restart_mps.sh)
   else
     export CUDA_DEVICE_MAX_CONNECTIONS=32 # streams must not wait for each other by chance
   fi

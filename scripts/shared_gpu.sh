@@ -30,13 +30,17 @@ start_mps() {
   CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d)
   export CUDA_MPS_PIPE_DIRECTORY
   export CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
-  nvidia-cuda-mps-control -d || return 1
+  if ! nvidia-cuda-mps-control -d; then
+    unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY # or the next call would take it for up
+    return 1
+  fi
   mps_is_mine=1
   trap stop_mps EXIT
 }
 
-# stop_mps: end what start_mps started.
+# stop_mps: end what start_mps started; one that was up before stays.
 stop_mps() {
+  [[ $mps_is_mine ]] || return 0
   trap - EXIT
   mps_is_mine=''
   echo quit | timeout 20 nvidia-cuda-mps-control >/dev/null
