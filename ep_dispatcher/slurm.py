@@ -14,7 +14,7 @@ def adopt_slurm(example: str) -> None:
         example: a script that shows how the variables are exported.
 
     Raises:
-        ConfigError: MASTER_ADDR, or a variable of the step, is missing.
+        ConfigError: MASTER_ADDR or SLURM_LOCALID is missing.
     """
     if "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) == 1:
         return
@@ -22,9 +22,8 @@ def adopt_slurm(example: str) -> None:
         return  # inside an allocation, but not started by srun
     if "MASTER_ADDR" not in os.environ:
         raise ConfigError(f"MASTER_ADDR is not set; export the first node's name as in {example}")
-    missing = [name for name in ("SLURM_NTASKS", "SLURM_LOCALID") if name not in os.environ]
-    if missing:
-        raise ConfigError(f"{missing[0]} is not set in this step; start the ranks with srun")
+    if "SLURM_LOCALID" not in os.environ:
+        raise ConfigError("SLURM_LOCALID is not set in this step; start the ranks with srun")
     os.environ["RANK"] = os.environ["SLURM_PROCID"]
     os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
     os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
