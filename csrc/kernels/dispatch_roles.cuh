@@ -25,8 +25,8 @@ __device__ inline bool wait_for_entry(const EpDispatchArgs& args, int channel,
   const EpContext& context = args.context;
   const Peers peers(context);
   EpReady* ready = peers.at<EpReady>(context.ep_rank, context.window.dispatch_ready);
-  for (int rank = threadIdx.x; rank < context.shape.ep_size; rank += blockDim.x) {
-    bool entered = true;
+  bool entered = true;
+  for (int rank = threadIdx.x; rank < context.shape.ep_size && entered; rank += blockDim.x) {
     if (!mutated(context, Mutation::kDispatchSkipEntry)) {
       entered = wait_until(context, &shared->watch, &ready[rank].epoch, shared->watch.epoch,
                            {rank, EP_PHASE_DISPATCH_READY, channel});
@@ -36,12 +36,12 @@ __device__ inline bool wait_for_entry(const EpDispatchArgs& args, int channel,
     const int64_t weights = peer.recv_weights_offset;
     if (entered && (weights < 0) != (args.recv_weights_offset < 0)) {
       file_fault(context, {rank, EP_PHASE_WEIGHTS, channel}, 0, 0);
-      shared->watch.aborted = 1;
+      set_aborted(&shared->watch);
+      entered = false;
     }
     shared->weights_at[rank] = weights < 0 ? nullptr : peers.at<float>(rank, weights);
   }
-  __syncthreads();
-  return shared->watch.aborted == 0;
+  return __syncthreads_and(entered ? 1 : 0) != 0;
 }
 
 // Zeroes one row of this rank from a stage that holds zeros.
@@ -279,7 +279,7 @@ __device__ inline void send_rows(const Sender& sender, Rows* rows) {
       }
     }
     wait_for_load(sender, item);
-    const bool lost = Rows::kMayWait && sender.shared->watch.aborted != 0;
+    const bool lost = Rows::kMayWait && warp_is_aborted(sender.shared->watch);
     if (!lost) {
       store_copy(sender, item, now);
     }
@@ -348,7 +348,7 @@ __device__ inline void send(const EpDispatchArgs& args, const Sender& sender, Ro
     test_stall(args.context);  // late after its entry, so that peers get that far
   }
   send_rows(sender, rows);
-  if (Rows::kMayWait && sender.shared->watch.aborted != 0) {
+  if (Rows::kMayWait && warp_is_aborted(sender.shared->watch)) {
     bulk_wait_done<0>();
     return;
   }

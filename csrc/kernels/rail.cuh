@@ -115,7 +115,7 @@ template <class Net>
 __device__ void tell_rails(const RailView& view, const Net& net, const Watch& watch) {
   __syncthreads();
   auto* control = view.local<RailControl>(view.layout.control);
-  if (threadIdx.x == 0 && watch.aborted != 0 && atomicExch(&control->told, 1u) == 0) {
+  if (threadIdx.x == 0 && is_aborted(watch) && atomicExch(&control->told, 1u) == 0) {
     const EpContext& context = view.context;
     const uint64_t told = load_relaxed_sys(view.local<uint64_t>(context.window.error));
     for (int rank = 0; rank < context.shape.ep_size; ++rank) {

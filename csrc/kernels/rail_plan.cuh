@@ -280,14 +280,14 @@ __device__ inline void push_segments(const CountsBlock& block) {
 __device__ inline bool wait_for_counts(const CountsBlock& block) {
   const EpContext& context = block.args.context;
   const auto* flags = block.view.local<uint64_t>(block.view.layout.counts_flag);
-  for (int word = threadIdx.x; word < block.num_ranks; word += blockDim.x) {
+  bool here = true;
+  for (int word = threadIdx.x; word < block.num_ranks && here; word += blockDim.x) {
     if (!mutated(context, Mutation::kRailCountsSkipWait)) {
-      wait_until(context, block.watch, flags + word, block.watch->epoch,
-                 {word / block.num_domains, EP_PHASE_RAIL_COUNTS, word % block.num_domains});
+      here = wait_until(context, block.watch, flags + word, block.watch->epoch,
+                        {word / block.num_domains, EP_PHASE_RAIL_COUNTS, word % block.num_domains});
     }
   }
-  __syncthreads();
-  return block.watch->aborted == 0;
+  return __syncthreads_and(here ? 1 : 0) != 0;
 }
 
 // Sum over the threads before this one, and of all in `total`. All threads call it.

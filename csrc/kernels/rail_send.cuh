@@ -197,7 +197,7 @@ __device__ void send_block(const RecordSource& from, const RailView& view, const
     } else {
       const WaitingFor own = view.waiting_for(view.me(), EP_PHASE_RAIL_SENT, -1);
       file_fault(view.context, own, watch->epoch, 0);
-      watch->aborted = 1;
+      set_aborted(watch);
     }
   }
   const RailTask task = rail_task(view, rail_block);

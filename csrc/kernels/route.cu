@@ -32,12 +32,12 @@ __device__ bool grid_barrier(const RouteBlock& block) {
     store_release_gpu(&control->grid_flag[block.channel], block.watch->epoch);  // O4
   }
   const bool skip = mutated(context, Mutation::kRouteSkipGrid);
-  for (int other = threadIdx.x; !skip && other < block.num_channels; other += blockDim.x) {
-    wait_until(context, block.watch, &control->grid_flag[other], block.watch->epoch,
-               {context.ep_rank, EP_PHASE_ROUTE_GRID, other});
+  bool here = true;
+  for (int other = threadIdx.x; here && !skip && other < block.num_channels; other += blockDim.x) {
+    here = wait_until(context, block.watch, &control->grid_flag[other], block.watch->epoch,
+                      {context.ep_rank, EP_PHASE_ROUTE_GRID, other});
   }
-  __syncthreads();
-  return block.watch->aborted == 0;
+  return __syncthreads_and(here ? 1 : 0) != 0;
 }
 
 // Finds the counts of lower blocks and pushes this rank's totals to its peers.
@@ -209,14 +209,15 @@ __device__ bool wait_for_peers(const RouteBlock& block) {
   const EpContext& context = block.context;
   const uint64_t* flags = block.local<uint64_t>(context.window.route_flag);
   const int words = block.num_ranks * block.num_channels;
-  for (int word = threadIdx.x; word < words; word += blockDim.x) {
+  bool here = true;
+  for (int word = threadIdx.x; word < words && here; word += blockDim.x) {
     if (!mutated(context, Mutation::kRouteSkipWait)) {
-      wait_until(context, block.watch, flags + word, block.watch->epoch,  // O2
-                 {word / block.num_channels, EP_PHASE_ROUTE_COUNTS, word % block.num_channels});
+      here =
+          wait_until(context, block.watch, flags + word, block.watch->epoch,  // O2
+                     {word / block.num_channels, EP_PHASE_ROUTE_COUNTS, word % block.num_channels});
     }
   }
-  __syncthreads();
-  return block.watch->aborted == 0;
+  return __syncthreads_and(here ? 1 : 0) != 0;
 }
 
 __device__ void exchange(const RouteBlock& block) {

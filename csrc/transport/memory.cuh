@@ -123,7 +123,25 @@ __device__ __forceinline__ bool mbarrier_try(uint64_t* barrier, uint32_t parity)
   return done != 0;
 }
 
-// --- the same by address in shared memory, where a loop keeps one ---
+// --- a flag that warps of one block set and poll: block scope, no order ---
+// Atomic operations both: a relaxed load or store of shared memory becomes a plain one, which tools
+// that look for races cannot tell from a mistake.
+
+__device__ __forceinline__ uint32_t read_flag_block(const uint32_t* flag) {
+  uint32_t value;
+  asm volatile("atom.relaxed.cta.shared::cta.or.b32 %0, [%1], 0;"
+               : "=r"(value)
+               : "r"(shared_address(flag))
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void set_flag_block(uint32_t* flag) {
+  asm volatile("red.relaxed.cta.shared::cta.or.b32 [%0], 1;" ::"r"(shared_address(flag))
+               : "memory");
+}
+
+// --- barriers by address in shared memory, where a loop keeps one ---
 
 __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)

@@ -125,7 +125,7 @@ __device__ bool wait_for_net(const EpContext& context, Watch* watch, const Read&
     }
     if (time_ns() > watch->deadline_ns) {
       file_fault(context, who, expected, read());
-      watch->aborted = 1;
+      set_aborted(watch);
       return false;
     }
   }

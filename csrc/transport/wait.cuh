@@ -16,8 +16,21 @@ struct Watch {
   const EpContext* context;
   uint64_t deadline_ns;
   uint64_t epoch;
-  volatile int aborted;
+  uint32_t aborted;  // by is_aborted and set_aborted: warps set and poll it without a barrier
 };
+
+__device__ __forceinline__ bool is_aborted(const Watch& watch) {
+  return read_flag_block(&watch.aborted) != 0;
+}
+
+// One answer for a whole warp, which calls.
+__device__ __forceinline__ bool warp_is_aborted(const Watch& watch) {
+  return __any_sync(~0u, threadIdx.x % 32 == 0 && is_aborted(watch)) != 0;
+}
+
+__device__ __forceinline__ void set_aborted(Watch* watch) {
+  set_flag_block(&watch->aborted);
+}
 
 // What a wait is for; goes into the fault.
 struct WaitingFor {
@@ -62,14 +75,14 @@ static __device__ __noinline__ void pass_on_fault(const EpContext& context, uint
 
 // Whether this block should leave: its own deadline has passed, or a peer has filed a fault.
 __device__ inline bool must_leave(const EpContext& context, Watch* watch) {
-  if (watch->aborted != 0) {
+  if (is_aborted(*watch)) {
     return true;
   }
   const Peers peers(context);
   const uint64_t told = load_relaxed_sys(peers.at<uint64_t>(context.ep_rank, context.window.error));
   if (told != 0) {
     pass_on_fault(context, told);
-    watch->aborted = 1;
+    set_aborted(watch);
     return true;
   }
   return false;
@@ -96,7 +109,7 @@ __device__ inline bool wait_until(const EpContext& context, Watch* watch, const 
     }
     if (time_ns() > watch->deadline_ns) {
       file_fault(context, who, expected, load_relaxed_sys(word));
-      watch->aborted = 1;
+      set_aborted(watch);
       return false;
     }
   }
@@ -109,12 +122,12 @@ __device__ inline bool mbarrier_wait(Watch* watch, uint64_t* barrier, uint32_t p
   constexpr uint64_t kGraceNs = 500'000'000;
   constexpr uint32_t kTriesPerCheck = 64;
   for (uint32_t tries = 1; !mbarrier_try(barrier, parity); ++tries) {
-    if (watch->aborted != 0) {
+    if (is_aborted(*watch)) {
       return false;
     }
     if (tries % kTriesPerCheck == 0 && time_ns() > watch->deadline_ns + kGraceNs) {
       file_fault(*watch->context, {watch->context->ep_rank, EP_PHASE_BLOCK, -1}, parity, 0);
-      watch->aborted = 1;
+      set_aborted(watch);
       return false;
     }
   }
