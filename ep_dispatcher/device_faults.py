@@ -32,8 +32,9 @@ PHASES = (  # EpPhase
     "dispatch: weights on some ranks only",
     "a rank left",
     "a rank left for want of memory",
+    "combine: gradients of weights on some ranks only",
 )
-WEIGHTS, LEFT, NO_ROOM = 17, 18, 19  # those that are no waits
+WEIGHTS, LEFT, NO_ROOM, GRADIENTS = 17, 18, 19, 20  # those that are no waits
 _PART_BITS = 16  # kErrorPartBits
 _PART_MASK = (1 << _PART_BITS) - 1
 _ROOM_STEP_BYTES = 2 << 20
@@ -75,6 +76,11 @@ def failure_of(fault: Any, word: int, ep_rank: int, timeout_s: float) -> Failure
         return AgreementError(
             f"of ranks {fault.rank} and {fault.peer} one passed topk_weights to dispatch and the "
             f"other did not; pass them on all ranks or on none; {_FINISHED}"
+        )
+    if fault.phase == GRADIENTS:
+        return AgreementError(
+            f"of ranks {fault.rank} and {fault.peer} one gave gradients of weights to combine and "
+            f"the other did not; give them on all ranks or on none; {_FINISHED}"
         )
     if fault.phase == NO_ROOM:
         room_mib = (word >> (3 * _PART_BITS) & _PART_MASK) * (_ROOM_STEP_BYTES >> 20)

@@ -96,7 +96,7 @@ def test_every_phase_of_the_kernels_has_words() -> None:
     told = re.findall(r"EP_PHASE_(\w+) = (\d+)", HEADER.read_text())
     assert [int(number) for _, number in told] == list(range(len(device_faults.PHASES)))
     numbers = {name: int(number) for name, number in told}
-    for name in ("WEIGHTS", "LEFT", "NO_ROOM"):
+    for name in ("WEIGHTS", "LEFT", "NO_ROOM", "GRADIENTS"):
         assert getattr(device_faults, name) == numbers[name]
 
 
@@ -110,6 +110,7 @@ def fault(phase: int, rank: int = 2, peer: int = 3) -> SimpleNamespace:
     [
         (4, EpTimeoutError, "rank 2 waited 5.0 s for rank 3 in 'dispatch: rows' (told by"),
         (device_faults.WEIGHTS, AgreementError, "of ranks 2 and 3 one passed topk_weights"),
+        (device_faults.GRADIENTS, AgreementError, "of ranks 2 and 3 one gave gradients of weights"),
         (device_faults.LEFT, EpTimeoutError, "rank 2 left because of an error of its own"),
         (device_faults.NO_ROOM, CapacityError, "rank 2 left: it had no room for output rows of 6 "),
     ],

@@ -63,9 +63,10 @@ typedef enum EpPhase {
   EP_PHASE_RAIL_SUMS = 15,      /* rails: another domain's sums */
   EP_PHASE_RAIL_SENT = 16,      /* rails: own puts on their way */
   /* No expired waits: */
-  EP_PHASE_WEIGHTS = 17, /* dispatch: of `rank` and `peer` only one wants weights */
-  EP_PHASE_LEFT = 18,    /* `rank` closed its group because of an error of its own */
-  EP_PHASE_NO_ROOM = 19  /* the same, for want of memory for output rows */
+  EP_PHASE_WEIGHTS = 17,  /* dispatch: of `rank` and `peer` only one wants weights */
+  EP_PHASE_LEFT = 18,     /* `rank` closed its group because of an error of its own */
+  EP_PHASE_NO_ROOM = 19,  /* the same, for want of memory for output rows */
+  EP_PHASE_GRADIENTS = 20 /* combine: of `rank` and `peer` only one gives gradients of weights */
 } EpPhase;
 
 /* How dispatch makes a token's second and further copies on one rank. */
@@ -243,7 +244,8 @@ EP_API const char* ep_last_error(void);
 
 EP_API EpStatus ep_make_window_layout(const EpWindowShape* shape, EpWindowLayout* layout);
 
-/* Records that a plan needs room for, and entries of one row of chunk_first; 0 for NULL. */
+/* Records that a plan needs room for, and entries of one row of chunk_first; 0 for NULL, and for a
+ * shape that ep_make_window_layout refuses. */
 EP_API int64_t ep_max_records(const EpWindowShape* shape);
 EP_API int64_t ep_chunk_stride(const EpWindowShape* shape);
 

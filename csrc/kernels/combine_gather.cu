@@ -41,18 +41,25 @@ __device__ bool wait_for_rows(const EpCombineArgs& args, int channel, GatherShar
   const EpContext& context = args.context;
   const Peers peers(context);
   EpReady* ready = peers.at<EpReady>(context.ep_rank, context.window.gather_ready);
-  for (int rank = threadIdx.x; rank < context.shape.ep_size; rank += blockDim.x) {
+  bool entered = true;
+  for (int rank = threadIdx.x; rank < context.shape.ep_size && entered; rank += blockDim.x) {
     if (!mutated(context, Mutation::kGatherSkipEntry)) {
-      wait_until(context, &shared->watch, &ready[rank].epoch, shared->watch.epoch,
-                 {rank, EP_PHASE_GATHER_READY, channel});
+      entered = wait_until(context, &shared->watch, &ready[rank].epoch, shared->watch.epoch,
+                           {rank, EP_PHASE_GATHER_READY, channel});
     }
     const volatile EpReady& peer = ready[rank];
     shared->rows_at[rank] = peers.at<char>(rank, peer.recv_x_offset);
-    shared->grads_at[rank] = peers.at<float>(rank, peer.recv_weights_offset);
+    const int64_t grads = peer.recv_weights_offset;
+    if (entered && (grads < 0) != (args.row_weights_grad_offset < 0)) {
+      file_fault(context, {rank, EP_PHASE_GRADIENTS, channel}, 0, 0);
+      set_aborted(&shared->watch);
+      entered = false;
+    }
+    shared->grads_at[rank] = grads < 0 ? nullptr : peers.at<float>(rank, grads);
   }
-  __syncthreads();
+  const bool all = __syncthreads_and(entered ? 1 : 0) != 0;
   fence_proxy_async();  // G1
-  return shared->watch.aborted == 0;
+  return all;
 }
 
 // Tells every owner of rows that this channel has read all it needs.
