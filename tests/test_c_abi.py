@@ -172,6 +172,28 @@ def test_a_context_out_of_range_is_refused(
         module.route(arguments(module, "route", context={field: value}), 0)
 
 
+def test_a_window_laid_out_for_another_shape_is_refused(module: Any) -> None:  # noqa: ANN401
+    """Also where it is as long: regions lie elsewhere in it."""
+    args = arguments(module, "route")
+    context, other = args.context, module.WindowLayout(
+        module.WindowShape(**(LAYOUT | {"max_tokens": LAYOUT["max_tokens"] - 1}))
+    )  # fmt: skip
+    assert other.total_bytes == context.window.total_bytes
+    assert other.partials != context.window.partials
+    context.window = other
+    args.context = context
+    with pytest.raises(ValueError, match="window is not the layout of shape"):
+        module.route(args, 0)
+
+
+@pytest.mark.parametrize(("of", "name"), [("context", "context.reserved"), ("plan", "plan.reserv")])
+def test_reserved_fields_must_be_zero(module: Any, of: str, name: str) -> None:  # noqa: ANN401
+    """So that a later version may give them a meaning."""
+    args = arguments(module, "route", **{of: {"reserved": 1}})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"{name}.* is 1; it must be 0"):
+        module.route(args, 0)
+
+
 def test_gradients_without_their_place_are_refused_where_peers_read_them(module: Any) -> None:  # noqa: ANN401
     args = arguments(module, "combine", {"form": 1, "weights_grad": ADDRESS})
     with pytest.raises(ValueError, match="row_weights_grad_offset is -1 but weights_grad is not"):
@@ -330,3 +352,29 @@ def test_sizes_of_nothing_are_zero(module: Any, size: str) -> None:  # noqa: ANN
     told = getattr(ctypes.CDLL(module.__file__), size)
     told.restype, told.argtypes = ctypes.c_int64, [ctypes.c_void_p]
     assert told(None) == 0
+
+
+class WindowShape(ctypes.Structure):
+    """EpWindowShape of the C header."""
+
+    _fields_ = [  # noqa: RUF012
+        ("ep_size", ctypes.c_int32),
+        ("num_experts", ctypes.c_int32),
+        ("num_topk", ctypes.c_int32),
+        ("num_channels", ctypes.c_int32),
+        ("ring_depth", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("max_tokens", ctypes.c_int64),
+        ("partial_bytes", ctypes.c_int64),
+    ]
+
+
+@pytest.mark.parametrize(("size", "right"), [("ep_max_records", 4 * 128), ("ep_chunk_stride", 17)])
+def test_sizes_of_shapes_out_of_range_are_zero(module: Any, size: str, right: int) -> None:  # noqa: ANN401
+    told = getattr(ctypes.CDLL(module.__file__), size)
+    told.restype, told.argtypes = ctypes.c_int64, [ctypes.POINTER(WindowShape)]
+    assert told(WindowShape(**LAYOUT)) == right
+    for field, value in (
+        ("ep_size", -5), ("max_tokens", 1 << 61), ("max_tokens", -4), ("reserved", 1),
+    ):  # fmt: skip
+        assert told(WindowShape(**(LAYOUT | {field: value}))) == 0

@@ -33,6 +33,13 @@ class Checker {
     }
   }
 
+  // Of a field that a later version may give a meaning.
+  void zero(const char* name, int64_t value) {
+    if (value != 0) {
+      fail(std::string(name) + " is " + std::to_string(value) + "; it must be 0");
+    }
+  }
+
   void equal(const char* name, int64_t value, int64_t first) {
     if (value != first) {
       fail(std::string(name) + " is " + std::to_string(value) + " on one rank of a launch and " +

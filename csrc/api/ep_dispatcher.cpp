@@ -3,7 +3,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstring>
 #include <string>
+#include <type_traits>
 
 #include "api/checker.h"
 #include "core/launch.h"
@@ -49,6 +51,7 @@ void check_shape(Checker* check, const EpWindowShape& shape) {
   check->range("ring_depth", shape.ring_depth, 1, 1024);
   check->range("max_tokens", shape.max_tokens, 0, kMaxTokens);
   check->range("partial_bytes", shape.partial_bytes, 0, kMaxRowBytes);
+  check->zero("shape.reserved", shape.reserved);
   if (!check->ok()) {
     return;  // the sizes below would overflow
   }
@@ -69,7 +72,10 @@ void check_context(Checker* check, const EpContext& context) {
   if (!check->ok()) {
     return;  // neither a layout nor a number of windows
   }
-  if (context.window.total_bytes != make_window_layout(context.shape).total_bytes) {
+  check->zero("context.reserved", context.reserved);
+  const EpWindowLayout layout = make_window_layout(context.shape);
+  static_assert(std::has_unique_object_representations_v<EpWindowLayout>);  // no padding
+  if (std::memcmp(&context.window, &layout, sizeof(layout)) != 0) {
     check->fail("window is not the layout of shape; use ep_make_window_layout");
   }
   if (context.timeout_ns == 0 || context.timeout_ns > kMaxTimeoutNs) {
@@ -89,6 +95,7 @@ void check_context(Checker* check, const EpContext& context) {
 void check_plan(Checker* check, const EpContext& context, const EpPlan& plan) {
   check->range("num_tokens", plan.num_tokens, 0, context.shape.max_tokens);
   check->range("plan.num_topk", plan.num_topk, 1, context.shape.num_topk);
+  check->zero("plan.reserved", plan.reserved);
   const bool tokens = plan.num_tokens > 0;
   check->pointer("plan.dst_rank", plan.dst_rank, tokens);
   check->pointer("plan.dst_row", plan.dst_row, tokens);
@@ -142,6 +149,7 @@ void check_call(Checker* check, const EpDispatchArgs& args) {
   check->pointer("topk_weights", args.topk_weights,
                  args.recv_weights_offset >= 0 && args.plan.num_tokens > 0);
   check->range("duplicate", args.duplicate, 0, 1);
+  check->zero("reserved", args.reserved);
 }
 
 void check_call(Checker* check, const EpCombineArgs& args) {
@@ -162,6 +170,7 @@ void check_call(Checker* check, const EpCombineArgs& args) {
   }
   check->range("dtype", args.dtype, EP_BFLOAT16, EP_FLOAT32);
   check->range("exact", args.exact, 0, 1);
+  check->zero("reserved", args.reserved);
   const int element_bytes = args.dtype == EP_FLOAT32 ? 4 : 2;
   check->range("hidden", args.hidden, 1, kMaxRowBytes / 4);
   check->pointer("row_weights_grad", args.row_weights_grad, false);
@@ -215,6 +224,14 @@ EpStatus run(const Args* ranks, int num_ranks, void* stream,
   return note_launch(launch(ranks, num_ranks, static_cast<cudaStream_t>(stream)));
 }
 
+bool is_shape(const EpWindowShape* shape) {
+  Checker check;
+  if (shape != nullptr) {
+    check_shape(&check, *shape);
+  }
+  return shape != nullptr && check.ok();
+}
+
 // Combine in the form that the first rank names; all name the same.
 EpStatus run_combine(const EpCombineArgs* ranks, int num_ranks, void* stream) {
   const bool gather = ranks != nullptr && ranks[0].form == EP_COMBINE_GATHER;
@@ -243,11 +260,11 @@ EpStatus ep_make_window_layout(const EpWindowShape* shape, EpWindowLayout* layou
 }
 
 int64_t ep_max_records(const EpWindowShape* shape) {
-  return shape == nullptr ? 0 : ep::max_records(*shape);
+  return ep::is_shape(shape) ? ep::max_records(*shape) : 0;
 }
 
 int64_t ep_chunk_stride(const EpWindowShape* shape) {
-  return shape == nullptr ? 0 : ep::chunk_stride(*shape);
+  return ep::is_shape(shape) ? ep::chunk_stride(*shape) : 0;
 }
 
 EpStatus ep_route(const EpRouteArgs* args, void* stream) {

@@ -1,7 +1,9 @@
 // The C ABI of the rails: checks arguments, then launches. No exception leaves it.
 #include "api/ep_rail.h"
 
+#include <cstring>
 #include <string>
+#include <type_traits>
 
 #include "api/checker.h"
 #include "core/rail_launch.h"
@@ -36,7 +38,11 @@ void check_rail(Checker* check, const EpContext& context, const EpRail& rail) {
   if (!check->ok()) {
     return;  // neither a layout nor a number of domains
   }
-  if (rail.layout.total_bytes != make_rail_layout(context, rail).total_bytes) {
+  check->zero("rail.reserved", rail.reserved);
+  check->zero("gin_reserved", rail.gin_reserved);
+  const EpRailLayout layout = make_rail_layout(context, rail);
+  static_assert(std::has_unique_object_representations_v<EpRailLayout>);  // no padding
+  if (std::memcmp(&rail.layout, &layout, sizeof(layout)) != 0) {
     check->fail("layout is not that of the rail; use ep_make_rail_layout");
   }
   check->pointer("rail.expert_rank", rail.expert_rank, true);
@@ -80,6 +86,7 @@ void check_call(Checker* check, const EpRailSendArgs& args) {
   check_rows(check, args.context, args.x, args.num_tokens, args.row_bytes);
   check->pointer("topk_idx", args.topk_idx, args.num_tokens > 0, kLongAlignment);
   check->pointer("topk_weights", args.topk_weights, false);
+  check->zero("reserved", args.reserved);
 }
 
 void check_call(Checker* check, const EpRailDispatchArgs& args) {
@@ -98,6 +105,7 @@ void check_call(Checker* check, const EpRailDispatchArgs& args) {
   check->multiple("recv_x_offset", domain.recv_x_offset, kRowAlignment);
   check->range("duplicate", domain.duplicate, 0, 1);
   check->range("sent", args.sent, 0, 1);
+  check->zero("reserved", args.reserved);
 }
 
 void check_call(Checker* check, const EpRailReturnArgs& args) {

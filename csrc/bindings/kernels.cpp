@@ -62,7 +62,8 @@ void bind_context(py::module_& module) {
            }),
            py::arg("shape"), py::arg("ep_rank"))
       .def_readonly("shape", &EpContext::shape)
-      .def_readonly("window", &EpContext::window)
+      .def_readwrite("window", &EpContext::window)
+      .def_readwrite("reserved", &EpContext::reserved)
       .def_readonly("ep_rank", &EpContext::ep_rank)
       .def_readwrite("num_local_experts", &EpContext::num_local_experts)
       .def_readwrite("timeout_ns", &EpContext::timeout_ns)
@@ -98,7 +99,8 @@ void bind_plan(py::module_& module) {
   py::class_<EpPlan> type(module, "PlanPointers", py::module_local());
   type.def(py::init([] { return EpPlan{}; }))
       .def_readwrite("num_tokens", &EpPlan::num_tokens)
-      .def_readwrite("num_topk", &EpPlan::num_topk);
+      .def_readwrite("num_topk", &EpPlan::num_topk)
+      .def_readwrite("reserved", &EpPlan::reserved);
   pointer(type, "dst_rank", &EpPlan::dst_rank);
   pointer(type, "dst_row", &EpPlan::dst_row);
   pointer(type, "contributor", &EpPlan::contributor);
