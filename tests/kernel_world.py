@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -14,8 +14,7 @@ from ep_dispatcher.bench.one_gpu_spec import Round, assert_same_bits, make_round
 from ep_dispatcher.errors import UnavailableError
 
 # Small enough for compute-sanitizer (scripts/gpu_tests.sh): of each kind of test some or all cases.
-# Cases that take an ordering claim away are not: their data is wrong on purpose. Nor are those of
-# expired deadlines: threads of a block then set one flag and poll it, which racecheck calls a race.
+# Cases that take an ordering claim away are not: their data is wrong on purpose.
 small = pytest.mark.sanitize
 
 
@@ -185,9 +184,24 @@ def new_round(world: OneGpuWorld, kind: str = "duplicates", seed: int = 0, **opt
     return make_round(world, routing, seed=seed, **options)
 
 
-def fails(check: Callable[[], None]) -> bool:
-    """Whether a comparison finds a difference, once all kernels have ended."""
+class Faults(Protocol):
+    """A world whose ranks may have filed faults."""
+
+    contexts: list[Any]
+
+    def fault(self, rank: int) -> Any:  # noqa: ANN401
+        """The fault of a rank."""
+
+
+def fails(world: Faults, check: Callable[[], None]) -> bool:
+    """Whether a comparison finds a difference, once all kernels have ended.
+
+    No rank may have filed a fault: the rows of a launch that left differ whatever was taken away.
+    """
     torch.cuda.synchronize()
+    faults = [world.fault(rank) for rank in range(len(world.contexts))]
+    filed = [(fault.rank, fault.peer, fault.phase) for fault in faults if fault.filed]
+    assert not filed, f"the kernels left, as their waits expired: (rank, peer, phase) {filed}"
     try:
         check()
     except AssertionError:

@@ -357,7 +357,7 @@ def test_sizes_of_nothing_are_zero(module: Any, size: str) -> None:  # noqa: ANN
 class WindowShape(ctypes.Structure):
     """EpWindowShape of the C header."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("ep_size", ctypes.c_int32),
         ("num_experts", ctypes.c_int32),
         ("num_topk", ctypes.c_int32),

@@ -10,15 +10,15 @@ from kernel_world import (
     check_round,
     check_sums,
     combine,
+    fails,
     new_round,
     new_world,
     route,
+    small,
     with_small,
 )
-from torch import Tensor
 
 from ep_dispatcher.bench.one_gpu import OneGpuWorld
-from ep_dispatcher.bench.one_gpu_spec import Round
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.fault]
 
@@ -42,15 +42,6 @@ def _mutate(world: OneGpuWorld, mutation: int) -> None:
         context.test_delay_us = 3000 if context.ep_rank == LATE_RANK else 0
 
 
-def _is_wrong(work: Round, sums: tuple[list[Tensor], list[Tensor]]) -> bool:
-    torch.cuda.synchronize()
-    try:
-        check_sums(work, sums)
-    except AssertionError:
-        return True
-    return False
-
-
 @pytest.mark.parametrize("mutation", [0, 31])
 def test_rows_are_read_only_after_their_owner_came(mutation: int) -> None:
     """Claim G1: without it, rows are read where they lay in the last launch."""
@@ -61,7 +52,7 @@ def test_rows_are_read_only_after_their_owner_came(mutation: int) -> None:
     torch.cuda.synchronize()
     _mutate(world, mutation)
     sums = combine(world, work, plans, form="gather", shift_bytes=4096)
-    assert _is_wrong(work, sums) == (mutation != 0)
+    assert fails(world, lambda: check_sums(work, sums)) == (mutation != 0)
 
 
 @pytest.mark.parametrize("mutation", with_small([0, 32, 33], [0]))
@@ -82,7 +73,7 @@ def test_rows_may_be_overwritten_once_the_kernel_of_their_owner_has_ended(mutati
             with torch.cuda.stream(stream):
                 for tensor in own:
                     tensor.zero_()
-    assert _is_wrong(work, (out, grads)) == (mutation != 0)
+    assert fails(world, lambda: check_sums(work, (out, grads))) == (mutation != 0)
 
 
 @pytest.mark.parametrize("mutation", with_small([35, 34], [35]))
@@ -96,9 +87,10 @@ def test_a_stage_is_loaded_again_only_after_it_was_read(mutation: int) -> None:
     for context in world.contexts:
         context.test_delay_us //= 100  # it stalls at every term
     sums = combine(world, work, plans, form="gather")
-    assert _is_wrong(work, sums) == (mutation == 34)
+    assert fails(world, lambda: check_sums(work, sums)) == (mutation == 34)
 
 
+@small
 def test_a_rank_that_never_calls_is_named() -> None:
     world = new_world(timeout_s=0.2)
     work = new_round(world, "uniform")
@@ -112,7 +104,7 @@ def test_a_rank_that_never_calls_is_named() -> None:
     start = time.monotonic()
     world.launch("combine", calls[:LATE_RANK])
     torch.cuda.synchronize()
-    assert time.monotonic() - start < 1.2
+    assert time.monotonic() - start < 3.0  # also under compute-sanitizer
     filed = [fault for fault in map(world.fault, range(LATE_RANK)) if fault.filed]
     assert {(fault.peer, fault.phase) for fault in filed} == {(LATE_RANK, GATHER_READY)}
     fresh = new_world()

@@ -23,6 +23,7 @@ from kernel_world import (
     new_world,
     route,
     routing_of,
+    small,
     with_small,
 )
 from torch import Tensor
@@ -54,7 +55,7 @@ def _calls(world: OneGpuWorld, work: Round, name: str) -> list[object]:
     [
         ("route", {ROUTE_COUNTS}),
         ("dispatch", {DISPATCH_READY}),
-        ("combine", {COMBINE_READY, COMBINE_PARTIAL}),
+        pytest.param("combine", {COMBINE_READY, COMBINE_PARTIAL}, marks=small),
     ],
 )
 def test_a_rank_that_never_calls_is_named(name: str, phases: set[int]) -> None:
@@ -66,7 +67,7 @@ def test_a_rank_that_never_calls_is_named(name: str, phases: set[int]) -> None:
     start = time.monotonic()
     world.launch(name, calls[:LATE_RANK])
     torch.cuda.synchronize()
-    assert time.monotonic() - start < 1.2
+    assert time.monotonic() - start < 3.0  # also under compute-sanitizer
     filed = [fault for fault in map(world.fault, range(LATE_RANK)) if fault.filed]
     assert filed, "nobody filed a fault"
     assert {fault.phase for fault in filed} <= phases
@@ -131,7 +132,7 @@ def test_route_needs_its_flag_order_and_its_wait(mutation: int) -> None:
     failures = []
     for work in works:
         plans = route(world, work)
-        failures.append(fails(lambda: check_plans(world, work, plans)))  # noqa: B023
+        failures.append(fails(world, lambda: check_plans(world, work, plans)))  # noqa: B023
     assert any(failures) == (mutation != 0)
 
 
@@ -149,7 +150,7 @@ def test_route_needs_two_buffers(mutation: int) -> None:
     with world.rank_streams(4) as streams:
         for call in calls:
             world.launch_on(streams, "route", call)
-    failed = fails(lambda: check_plans(world, works[0], plans[0]))
+    failed = fails(world, lambda: check_plans(world, works[0], plans[0]))
     assert failed == (mutation != 0)
 
 
@@ -160,7 +161,7 @@ def test_route_needs_its_grid_barrier(mutation: int) -> None:
     _mutate(world, mutation)
     work = new_round(world, "skewed", seed=1)
     plans = route(world, work)
-    assert fails(lambda: check_plans(world, work, plans)) == (mutation != 0)
+    assert fails(world, lambda: check_plans(world, work, plans)) == (mutation != 0)
 
 
 @pytest.mark.parametrize("mutation", [16, 15])
@@ -174,7 +175,7 @@ def test_dispatch_needs_its_stages_to_be_read_before_they_are_loaded(mutation: i
     work = new_round(world, "uniform")
     plans = route(world, work)
     _mutate(world, mutation)
-    assert fails(lambda: check_rows(work, dispatch(world, work, plans))) == (mutation == 15)
+    assert fails(world, lambda: check_rows(work, dispatch(world, work, plans))) == (mutation == 15)
 
 
 def _rows_at_the_end_of_each_kernel(
@@ -203,7 +204,7 @@ def test_dispatch_needs_its_flag_order_and_its_last_wait(mutation: int) -> None:
     work = new_round(world, "uniform")
     _mutate(world, mutation)
     copies = _rows_at_the_end_of_each_kernel(world, work)
-    assert fails(lambda: check_rows(work, copies)) == (mutation != 0)
+    assert fails(world, lambda: check_rows(work, copies)) == (mutation != 0)
 
 
 @pytest.mark.parametrize("mutation", [0, 14])
@@ -214,7 +215,7 @@ def test_further_copies_need_the_progress_of_the_sender(mutation: int) -> None:
     plans = route(world, work)
     _mutate(world, mutation)
     outputs = dispatch(world, work, plans, duplicate=1)
-    assert fails(lambda: check_rows(work, outputs)) == (mutation != 0)
+    assert fails(world, lambda: check_rows(work, outputs)) == (mutation != 0)
 
 
 @pytest.mark.parametrize("mutation", [0, 13])
@@ -226,7 +227,7 @@ def test_dispatch_needs_its_entry(mutation: int) -> None:
     dispatch(world, work, plans, shift_bytes=0)
     _mutate(world, mutation)
     outputs = dispatch(world, work, plans, shift_bytes=4096)
-    assert fails(lambda: check_rows(work, outputs)) == (mutation != 0)
+    assert fails(world, lambda: check_rows(work, outputs)) == (mutation != 0)
 
 
 @pytest.mark.parametrize("mutation", [0, 21, 22, 23, 25])
@@ -239,7 +240,7 @@ def test_combine_needs_its_flag_order_its_wait_its_credits_and_its_sums(mutation
     for context in world.contexts:
         context.test_delay_us //= 10  # it stalls at every row
     sums = combine(world, work, plans)
-    assert fails(lambda: check_sums(work, sums)) == (mutation != 0)
+    assert fails(world, lambda: check_sums(work, sums)) == (mutation != 0)
 
 
 @pytest.mark.parametrize("mutation", with_small([0, 24], [0]))
@@ -262,4 +263,4 @@ def test_combine_needs_its_entry(mutation: int) -> None:
     with world.rank_streams(4) as streams:
         for call in calls:
             world.launch_on(streams, "combine", call)
-    assert fails(lambda: check_sums(works[0], sums[0])) == (mutation != 0)
+    assert fails(world, lambda: check_sums(works[0], sums[0])) == (mutation != 0)

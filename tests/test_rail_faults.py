@@ -272,7 +272,7 @@ def test_a_plan_needs_its_waits(mutation: int) -> None:
         work = new_rail_round(world, kind, seed)
         _mutate(world, mutation)
         plans = rail_plan(world, work)
-        failed.append(fails(lambda: check_plans(world, work, plans)))  # noqa: B023
+        failed.append(fails(world, lambda: check_plans(world, work, plans)))  # noqa: B023
     assert any(failed) == (mutation != 0)
 
 
@@ -302,7 +302,7 @@ def test_dispatch_needs_what_orders_its_records(mutation: int) -> None:
 
     def differs(world: RailWorld, work: Round, plans: list[RailPlan]) -> bool:
         rows = rail_dispatch(world, work, plans)
-        return fails(lambda: check_rows(work, rows))
+        return fails(world, lambda: check_rows(work, rows))
 
     assert _some_seed_differs(mutation, differs) == (mutation != 0)
 
@@ -313,7 +313,7 @@ def test_the_return_needs_what_orders_its_sums(mutation: int) -> None:
 
     def differs(world: RailWorld, work: Round, plans: list[RailPlan]) -> bool:
         sums = rail_combine(world, work, plans)
-        return fails(lambda: check_sums(work, sums))
+        return fails(world, lambda: check_sums(work, sums))
 
     assert _some_seed_differs(mutation, differs) == (mutation != 0)
 
@@ -361,7 +361,7 @@ def test_dispatch_needs_the_entry_of_the_other_domain(mutation: int) -> None:
     got = [
         (x[:size], weights[:size]) for (x, weights), size in zip(copies, works[0].rows, strict=True)
     ]
-    assert fails(lambda: check_rows(works[0], got)) == (mutation != 0)
+    assert fails(world, lambda: check_rows(works[0], got)) == (mutation != 0)
 
 
 @pytest.mark.parametrize("mutation", [0, 48])
@@ -383,4 +383,4 @@ def test_the_return_needs_the_entry_of_the_home(mutation: int) -> None:
         for domains, returns in calls:
             world.launch_on(streams, "combine", domains)
             world.launch_on(streams, "rail_return", returns)
-    assert fails(lambda: check_sums(works[0], results[0])) == (mutation != 0)
+    assert fails(world, lambda: check_sums(works[0], results[0])) == (mutation != 0)

@@ -111,7 +111,7 @@ class Pusher {
     const int index = __shfl_sync(~0u, mine_.index, at);
     char* slot = block_.slot_at_home(home, index);
     if (mutated(block_.context, Mutation::kCombineFlagFirst)) {
-      store_release_sys(block_.full_at_home(home, index), block_.passed(index));
+      store_grown(block_.context, block_.full_at_home(home, index), block_.passed(index));
       test_stall(block_.context);
     }
     push_gradients(__shfl_sync(~0u, mine_.record, at), num_rows, slot);
@@ -164,7 +164,8 @@ class Pusher {
     __syncwarp();
     if ((pushed_ >> lane_ & 1u) != 0) {
       fence_sys();  // O1
-      store_relaxed_sys(block_.full_at_home(mine_.source, mine_.index), block_.passed(mine_.index));
+      store_grown(block_.context, block_.full_at_home(mine_.source, mine_.index),
+                  block_.passed(mine_.index));
     }
     pushed_ = 0;
     __syncwarp();

@@ -297,7 +297,8 @@ class Crediter {
       const uint64_t word = __ldg(block_.args.plan.contributor + first_ * num_topk + at);
       if (word != kNoContributor) {
         const int index = index_of_word(word);
-        store_relaxed_sys(block_.free_at_expert(rank_of_word(word), index), block_.passed(index));
+        store_grown(block_.context, block_.free_at_expert(rank_of_word(word), index),
+                    block_.passed(index));
       }
     }
     pending_ = 0;

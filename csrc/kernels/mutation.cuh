@@ -51,6 +51,22 @@ __device__ __forceinline__ bool mutated([[maybe_unused]] const EpContext& contex
 #endif
 }
 
+// Stores a word that only grows, for another rank. Where a test has taken a wait of combine away,
+// stores of one word come in any order; one that steps back would leave its reader waiting until
+// the deadline, and what is to be seen is wrong data, not a wait.
+__device__ __forceinline__ void store_grown([[maybe_unused]] const EpContext& context,
+                                            uint64_t* word, uint64_t value) {
+#ifdef EP_TEST_MUTATIONS
+  if (mutated(context, Mutation::kCombineFlagFirst) ||
+      mutated(context, Mutation::kCombineSkipPartial) ||
+      mutated(context, Mutation::kCombineSkipCredit)) {
+    atomicMax_system(reinterpret_cast<unsigned long long*>(word), value);
+    return;
+  }
+#endif
+  store_relaxed_sys(word, value);
+}
+
 // Stalls the calling threads where a test wants this rank to be late.
 __device__ __forceinline__ void test_stall([[maybe_unused]] const EpContext& context) {
 #ifdef EP_TEST_MUTATIONS
