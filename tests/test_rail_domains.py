@@ -17,6 +17,7 @@ from ep_dispatcher import (
     Topology,
     Tuning,
     UnavailableError,
+    rails,
 )
 from ep_dispatcher.device import DeviceBackend, Routes
 from ep_dispatcher.group import topology_of
@@ -27,6 +28,7 @@ from ep_dispatcher.rails import (
     MAX_DOMAINS,
     DomainView,
     check_topology,
+    most_posts,
     num_contexts,
     owner_tables,
 )
@@ -117,19 +119,44 @@ def test_segments_hold_the_longest_rank() -> None:
 
 @pytest.mark.parametrize(
     ("lanes", "max_tokens", "contexts"),
-    [(8, 4096, 4), (64, 4096, 6), (1, 4096, 1), (2, 4096, 2), (32, 16384, 5), (64, 65536, 15)],
+    [(8, 4096, 4), (64, 4096, 6), (1, 4096, 1), (2, 4096, 2), (32, 16384, 8), (64, 65536, 32)],
 )
 def test_contexts_are_enough_for_queues_that_never_fill(
     lanes: int, max_tokens: int, contexts: int
 ) -> None:
-    """16 puts a lane and a signal for each 32 tokens, spread over contexts of 256 posts."""
+    """16 puts a lane and two signals for each 32 tokens, spread over contexts of 256 posts."""
     assert num_contexts(lanes, max_tokens) == contexts
 
 
+@pytest.mark.parametrize("lanes", [1, 2, 3, 6, 8, 10, 31, 64])
+@pytest.mark.parametrize("tokens_a_lane", [1, 100, 1000, 3328])
+def test_two_launches_that_the_network_takes_nothing_of_fit_into_a_queue(
+    lanes: int, tokens_a_lane: int
+) -> None:
+    """Counted lane by lane: a lane's context is its number modulo theirs."""
+    max_tokens = lanes * tokens_a_lane
+    contexts = num_contexts(lanes, max_tokens)
+    posts = [0] * contexts
+    for lane in range(lanes):
+        chunks = range(lane, -(-max_tokens // 32), lanes)
+        posts[lane % contexts] += 16 + 2 * len(chunks)
+    assert max(posts) + 32 <= 256
+    assert most_posts(contexts, lanes, max_tokens) >= max(posts) + 32
+
+
+def test_bounds_of_posts_are_those_of_the_kernels() -> None:
+    csrc = Path(rails.__file__).resolve().parents[1] / "csrc"
+    chunk = re.search(r"EP_RAIL_CHUNK_TOKENS = (\d+)", (csrc / "api/ep_rail.h").read_text())
+    unsent = re.search(r"kMostUnsentSums = (\d+)", (csrc / "kernels/rail_return.cuh").read_text())
+    assert chunk is not None
+    assert unsent is not None
+    assert (int(chunk[1]), int(unsent[1])) == (rails._CHUNK_TOKENS, rails._MOST_UNSENT)
+
+
 def test_tokens_that_no_number_of_contexts_has_room_for_are_refused() -> None:
-    assert num_contexts(1, 6656) == 1
-    with pytest.raises(UnavailableError, match=r"max_tokens_per_rank is 6657.*at most 6656"):
-        num_contexts(1, 6657)
+    assert num_contexts(1, 3328) == 1
+    with pytest.raises(UnavailableError, match=r"max_tokens_per_rank is 3329.*at most 3328"):
+        num_contexts(1, 3329)
 
 
 def test_targets_in_other_domains_are_memory_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,16 @@ void refuse_without_gin(const CommunicatorProperties& properties) {
   }
 }
 
+// The host asks for as many as its posts need, so that no queue fills (ep_dispatcher/rails.py).
+void refuse_fewer_contexts(int given, int wanted) {
+  if (given < wanted) {
+    throw UnavailableError("NCCL gives " + std::to_string(given) + " GIN contexts, but " +
+                           std::to_string(wanted) +
+                           " are needed, as its queues could fill: use fewer tokens a call or fewer "
+                           "SMs (num_sms), or take the reference tier");
+  }
+}
+
 ncclDevCommRequirements requirements(const RailShape& shape, int num_domains) {
   ncclDevCommRequirements wanted = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
   wanted.ginConnectionType = NCCL_GIN_CONNECTION_RAIL;
@@ -36,6 +46,7 @@ Rails::Rails(std::shared_ptr<Communicator> communicator, const Arena& arena, con
   const NcclLibrary& nccl = communicator_->library();
   const ncclDevCommRequirements wanted = requirements(shape, properties.num_domains);
   EP_CHECK_NCCL(nccl, ncclDevCommCreate(communicator_->handle(), &wanted, &device_comm_));
+  refuse_fewer_contexts(static_cast<int>(device_comm_.ginContextCount), shape.num_contexts);
   open_ = true;
   EP_CHECK_CUDA(cudaMalloc(&on_gpu_, sizeof(device_comm_)));
   EP_CHECK_CUDA(cudaMemcpy(on_gpu_, &device_comm_, sizeof(device_comm_), cudaMemcpyHostToDevice));

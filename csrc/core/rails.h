@@ -10,7 +10,7 @@
 namespace ep {
 
 struct RailShape {
-  int num_contexts;        // asked for; NCCL may give fewer or more
+  int num_contexts;        // at least; fewer are refused
   int signals_per_domain;  // that each other domain may raise here
   int num_counters;        // channels that put
   int queue_depth;         // puts in flight a context; 0 for NCCL's default
@@ -18,7 +18,8 @@ struct RailShape {
 
 class Rails {
  public:
-  // Collective; after the arena was shared. Throws UnavailableError where NCCL offers no GIN.
+  // Collective; after the arena was shared. Throws UnavailableError where NCCL offers no GIN, or too
+  // few contexts.
   Rails(std::shared_ptr<Communicator> communicator, const Arena& arena, const RailShape& shape);
   ~Rails();
 
