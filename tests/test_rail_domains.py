@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fault_causes import names_cause
 
 from ep_dispatcher import (
     ConfigError,
@@ -119,7 +120,7 @@ def test_segments_hold_the_longest_rank() -> None:
 
 @pytest.mark.parametrize(
     ("lanes", "max_tokens", "contexts"),
-    [(8, 4096, 4), (64, 4096, 6), (1, 4096, 1), (2, 4096, 2), (32, 16384, 8), (64, 65536, 32)],
+    [(8, 4096, 4), (64, 4096, 6), (1, 2048, 1), (2, 4096, 2), (32, 16384, 8), (64, 65536, 32)],
 )
 def test_contexts_are_enough_for_queues_that_never_fill(
     lanes: int, max_tokens: int, contexts: int
@@ -172,3 +173,11 @@ def test_targets_in_other_domains_are_memory_of_the_plan(monkeypatch: pytest.Mon
     assert isinstance(routes, RailRoutes)
     assert routes.dst_rank is dst_rank
     assert [id(part) for part in routes.memory] == [id(routing), id(dst_rank)]
+
+
+def test_causes_are_the_culprit_and_the_end_of_its_rail_for_its_own_domain() -> None:
+    """Two domains of two ranks, rank 1 to blame: its rail ends at rank 3."""
+    pairs = [(rank, peer) for rank in range(4) for peer in range(4)]
+    named = {pair for pair in pairs if names_cause(pair, {1}, 2)}
+    assert named == {pair for pair in pairs if 1 in pair} | {(2, 3)}
+    assert {pair for pair in pairs if names_cause(pair, {1}, 1)} == named - {(2, 3)}

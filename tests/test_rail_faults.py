@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fault_causes import names_cause
 from kernel_world import check_plans, check_rows, check_sums, fails
 from rail_cases import (
     WORLDS,
@@ -66,6 +67,7 @@ def test_a_rank_that_never_calls_is_named(name: str, net: str) -> None:
     assert time.monotonic() - start < 2.5
     filed = [fault for fault in map(world.fault, range(LATE_RANK)) if fault.filed]
     assert LATE_RANK in {fault.peer for fault in filed}
+    assert all(names_cause((fault.rank, fault.peer), {LATE_RANK}, 2) for fault in filed)
     if name == "rail_dispatch":  # each of them needs rank 3, or one that has told it
         assert len(filed) == LATE_RANK
     fresh = new_rail_world()
@@ -135,7 +137,7 @@ def test_a_domain_past_the_deadline_is_named_and_one_before_it_is_not(name: str)
     torch.cuda.synchronize()
     filed = [world.fault(rank) for rank in range(LATE_RANK)]
     assert all(fault.filed for fault in filed)
-    assert LATE_RANK in {fault.peer for fault in filed}
+    assert all(LATE_RANK in (fault.rank, fault.peer) for fault in filed)
     assert {fault.phase for fault in filed} <= {ENTRY, ROWS, SUMS}
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import rail_gin_cases as cases
+from fault_causes import names_cause
 from rail_gin_world import WORLDS, Domains, open_domains
 
 DEADLINE_S = 2.0
@@ -26,12 +27,16 @@ def domains(request: pytest.FixtureRequest, plugin: str) -> Iterator[Domains]:
 
 
 def check_told(domains: Domains, answers: list[cases.Told], culprits: set[int]) -> None:
-    """Every rank was told in time, the culprits' rails were named, and a new group was right."""
-    for told in answers:
+    """Every rank was told in time of what the culprits have caused, and a new group was right."""
+    for ep_rank, told in enumerate(answers):
         assert told.phase
         assert told.seconds < 2 * DEADLINE_S + 2
         assert told.closing_s < CLOSING_S
         assert not told.differ
+        blames = ep_rank in culprits or names_cause(
+            (told.rank, told.peer), culprits, domains.domain_size
+        )
+        assert blames, f"{culprits} are to blame, but rank {ep_rank} was told {told}: {answers}"
     named = {told.peer for told in answers} | {told.rank for told in answers}
     assert named & culprits, f"{culprits} of {domains.num_ranks} ranks are to blame: {answers}"
 
