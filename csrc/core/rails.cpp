@@ -19,10 +19,10 @@ void refuse_without_gin(const CommunicatorProperties& properties) {
 // The host asks for as many as its posts need, so that no queue fills (ep_dispatcher/rails.py).
 void refuse_fewer_contexts(int given, int wanted) {
   if (given < wanted) {
-    throw UnavailableError("NCCL gives " + std::to_string(given) + " GIN contexts, but " +
-                           std::to_string(wanted) +
-                           " are needed, as its queues could fill: use fewer tokens a call or fewer "
-                           "SMs (num_sms), or take the reference tier");
+    throw UnavailableError(
+        "NCCL gives " + std::to_string(given) + " GIN contexts, but " + std::to_string(wanted) +
+        " are needed, as its queues could fill: use fewer tokens a call or fewer "
+        "SMs (num_sms), or take the reference tier");
   }
 }
 
