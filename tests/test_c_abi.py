@@ -189,7 +189,7 @@ def test_a_window_laid_out_for_another_shape_is_refused(module: Any) -> None:  #
 @pytest.mark.parametrize(("of", "name"), [("context", "context.reserved"), ("plan", "plan.reserv")])
 def test_reserved_fields_must_be_zero(module: Any, of: str, name: str) -> None:  # noqa: ANN401
     """So that a later version may give them a meaning."""
-    args = arguments(module, "route", **{of: {"reserved": 1}})  # type: ignore[arg-type]
+    args = arguments(module, "route", **{of: {"reserved": 1}})
     with pytest.raises(ValueError, match=f"{name}.* is 1; it must be 0"):
         module.route(args, 0)
 
