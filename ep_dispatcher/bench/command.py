@@ -122,7 +122,7 @@ def _run(args: argparse.Namespace) -> int:
     console = _console()
     if args.list:
         for name, (_, summary) in BACKENDS.items():
-            console.print(f"{name:26}{summary}", highlight=False)
+            console.print(f"{name:28}{summary}", highlight=False)
         return OK
     spec = _spec(args)
     signal.signal(signal.SIGTERM, _leave)
