@@ -7,7 +7,7 @@ needs a GPU or more than one process: the routing of every rank is drawn by a se
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -25,13 +25,16 @@ from ep_dispatcher.accounting import (
     side_bytes,
     source_traffic,
 )
+from ep_dispatcher.errors import UnavailableError
 from ep_dispatcher.group import placement_of
 from ep_dispatcher.megatron.routes import fold_tensor_ranks  # needs nothing of megatron
 from ep_dispatcher.memory import counts_row_bytes, partial_bytes, persistent_bytes
 from ep_dispatcher.plan import Placement, count_copies, expert_layout
 from ep_dispatcher.plan_input import PlanQuestion
+from ep_dispatcher.rails import check_world
 from ep_dispatcher.routing import make_world
 
+_TIERS: tuple[Literal["device", "reference"], ...] = ("device", "reference")
 _LEGEND = """\
 Cells: mean/largest over the ranks, MB = 1e6 bytes, rows only; local copies are not sent.
 What a rank sends in dispatch it receives in combine. "inside": in its NVLink domain.
@@ -61,6 +64,7 @@ class _World:
 
 def make_report(question: PlanQuestion) -> dict[str, Any]:
     """Answer with plain values: bytes are per rank, each with the mean and the maximum."""
+    refusal = _refusal(question)
     world = _count_world(question)
     shape, topology = question.config.shape, question.topology
     return {
@@ -85,8 +89,10 @@ def make_report(question: PlanQuestion) -> dict[str, Any]:
         "counts_send_bytes": (topology.ep_size - 1) * counts_row_bytes(question.config, topology),
         "memory": {
             tier: persistent_bytes(question.config, topology, tier)
-            for tier in ("device", "reference")
+            for tier in _TIERS
+            if tier == "reference" or refusal is None
         },
+        "device_tier_refuses": refusal,
     }
 
 
@@ -116,6 +122,27 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         soft_wrap=True,
     )
     console.print(_memory_table(report["memory"]))
+    if report["device_tier_refuses"] is not None:
+        console.print(
+            f"The device tier refuses this: {report['device_tier_refuses']}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _refusal(question: PlanQuestion) -> str | None:
+    """Why the device tier does not take these domains and tokens; None if it does.
+
+    Raises:
+        UnavailableError: the same, where the config asks for that tier.
+    """
+    try:
+        check_world(question.config, question.topology)
+    except UnavailableError as error:
+        if question.config.tier == "device":
+            raise
+        return str(error)
+    return None
 
 
 def _count_world(question: PlanQuestion) -> _World:
@@ -232,7 +259,7 @@ def _memory_table(memory: dict[str, dict[str, int]]) -> Table:
     table = Table(title="Persistent device memory per rank", title_justify="left")
     table.add_column("term")
     table.add_column("MB", justify="right")
-    for term, size in memory["device"].items():
+    for term, size in memory.get("device", {}).items():
         if term == "total":
             table.add_section()
         table.add_row(f"device tier: {term}", _megabytes(size))

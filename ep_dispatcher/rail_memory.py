@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ep_dispatcher.config import EpConfig, Topology
+from ep_dispatcher.rail_posts import RAIL_WARPS, RailPosts, blocks_for
 
 REGION_ALIGNMENT_BYTES = 128
 _WORD_BYTES = 4
 _EPOCH_BYTES = 8
 _SMS_A_RAIL_BLOCK = 4  # of the budget; a rail needs far fewer than its domain (docs/scaling.md)
-_RAIL_WARPS = 8  # EP_RAIL_WARPS, of a block
 _RAIL_STAGES = 4  # EP_RAIL_STAGES, records of a warp whose puts may be on their way
 _CONTROL_BYTES = 56  # sizeof(RailControl)
 _VERDICT_BYTES = 32
@@ -37,11 +37,15 @@ def segment_tokens(config: EpConfig, topology: Topology) -> int:
 
 
 def rail_blocks(config: EpConfig, topology: Topology) -> int:
-    """Blocks that a kernel gives to the rails, on top of `num_sms`; 0 in a single domain."""
+    """Blocks that a kernel gives to the rails, on top of `num_sms`; 0 in a single domain.
+
+    A quarter of `num_sms`, or as many as a warp for each domain takes, or as many as NCCL's queues
+    need (`rail_posts`).
+    """
     if topology.num_domains == 1:
         return 0
-    fewest = -(-(topology.num_domains - 1) // _RAIL_WARPS)  # a warp puts to one domain
-    return max(fewest, config.tuning.num_sms // _SMS_A_RAIL_BLOCK)
+    num_sms, tokens = config.tuning.num_sms, segment_tokens(config, topology)
+    return blocks_for(topology.num_domains, num_sms, tokens, num_sms // _SMS_A_RAIL_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,9 @@ class RailSizes:
         """Bytes of each region, padding included; names and order are EpRailLayout's."""
         domains, channels = self.topology.num_domains, self.num_channels
         ranks = self.topology.ep_size
-        lanes = max(1, self.num_blocks * _RAIL_WARPS // (domains - 1))
+        lanes = RailPosts(domains, self.num_blocks, channels, self.tokens).lanes
         landed = (domains - 1) * self.tokens * self.slot_bytes
-        stages = self.num_blocks * _RAIL_WARPS * _RAIL_STAGES
+        stages = self.num_blocks * RAIL_WARPS * _RAIL_STAGES
         sizes = {
             "signals": _EPOCH_BYTES * domains * (2 * lanes + 2 + channels),
             "control": _CONTROL_BYTES,

@@ -19,14 +19,9 @@ from ep_dispatcher.errors import UnavailableError
 from ep_dispatcher.memory import RING_DEPTH, partial_bytes
 from ep_dispatcher.plan import Placement
 from ep_dispatcher.rail_memory import rail_blocks, segment_tokens
+from ep_dispatcher.rail_posts import RailPosts, num_contexts
 
 MAX_DOMAINS, MAX_DOMAIN_SIZE = 32, 72  # EP_MAX_DOMAINS, EP_MAX_RANKS
-_FEWEST_CONTEXTS = 4  # of GIN; NCCL's own default
-_QUEUE_DEPTH = 256  # posts that NCCL's proxy holds for a context and peer
-_MOST_UNSENT = 16  # puts of a lane on their way: kMostUnsentSums
-_CHUNK_TOKENS = 32  # EP_RAIL_CHUNK_TOKENS
-_LAUNCHES = 2  # whose signals may be queued
-_OTHER_POSTS = 32  # entries, parts of a routing, faults
 _NET_GIN = 2  # EP_NET_GIN
 
 
@@ -119,7 +114,7 @@ class OpenRails:
         self.rail = make_rail(module, config, domain)
         layout = self.rail.layout
         shape = module.RailShape(
-            num_contexts=num_contexts(layout.lanes, self.segment_tokens),
+            num_contexts=num_contexts(rail_posts(config, domain.topology)),
             signals_per_domain=layout.signals_per_domain,
             num_counters=layout.channels,
         )
@@ -149,49 +144,25 @@ class OpenRails:
         self._native.forget()
 
 
-def num_contexts(lanes: int, max_tokens: int) -> int:
-    """GIN contexts to ask for, so that NCCL's queues never fill.
-
-    A post waits for room without a deadline. If the network stands still, a queue keeps what the
-    lanes of its context have posted: puts up to their bound, and one signal a chunk. Signals of two
-    launches: a dispatch ends once its puts are on their way, and its last signals may still be
-    queued when the return posts; a third launch waits for a peer that has seen those.
-
-    Args:
-        lanes: channels towards each other domain.
-        max_tokens: of a rank.
+def check_world(config: EpConfig, topology: Topology) -> None:
+    """Refuse what the device tier has no room for, before anything is opened.
 
     Raises:
-        UnavailableError: more tokens than the queues of a context for each lane hold signals for;
-            on all ranks alike.
-
-    Example: 8 lanes, 4096 tokens -> 4; 64 lanes -> 6.
+        UnavailableError: on all ranks alike.
     """
-    for contexts in range(min(_FEWEST_CONTEXTS, lanes), lanes + 1):
-        if most_posts(contexts, lanes, max_tokens) <= _QUEUE_DEPTH:
-            return contexts
-    signals = (_QUEUE_DEPTH - _MOST_UNSENT - _OTHER_POSTS) // _LAUNCHES
-    most = signals * lanes * _CHUNK_TOKENS
-    raise UnavailableError(
-        f"max_tokens_per_rank is {max_tokens}; with {lanes} lane(s) towards each other domain the "
-        f"device tier takes at most {most}, as NCCL's queues could fill: give it more SMs "
-        "(num_sms), fewer tokens a call, or take the reference tier"
+    check_topology(topology)
+    if topology.num_domains > 1:
+        num_contexts(rail_posts(config, topology))
+
+
+def rail_posts(config: EpConfig, topology: Topology) -> RailPosts:
+    """What a rank posts to another domain; several domains."""
+    return RailPosts(
+        num_domains=topology.num_domains,
+        num_blocks=rail_blocks(config, topology),
+        num_channels=config.tuning.num_sms,
+        max_tokens=segment_tokens(config, topology),
     )
-
-
-def most_posts(contexts: int, lanes: int, max_tokens: int) -> int:
-    """Posts of one context to one peer, none of which the network has taken.
-
-    Args:
-        contexts: over which the lanes go round.
-        lanes: channels towards each other domain.
-        max_tokens: of a rank.
-
-    Example: 4 contexts, 8 lanes, 4096 tokens -> 2 lanes x (16 puts + 2 x 16 signals) + 32 = 128.
-    """
-    chunks = -(-max_tokens // _CHUNK_TOKENS)
-    of_lane = _MOST_UNSENT + _LAUNCHES * -(-chunks // lanes)
-    return -(-lanes // contexts) * of_lane + _OTHER_POSTS
 
 
 def make_rail(module: Any, config: EpConfig, domain: DomainView) -> Any:  # noqa: ANN401

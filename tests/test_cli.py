@@ -100,6 +100,25 @@ def test_plan_prints_tables(config: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "rail_landing" not in one_domain
 
 
+def test_plan_has_no_memory_for_a_world_that_the_device_tier_refuses(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """33 domains: said with the reason; an error where the config asks for that tier."""
+    words = ["--ranks", "33", "--tokens", "8"]
+    values = report(["plan", "--config", config, *words, "--domains", "33"], capsys)
+    assert "33 NVLink domains" in values["device_tier_refuses"]
+    assert list(values["memory"]) == ["reference"]
+    assert cli.main(["plan", "--config", config, *words, "--domains", "33"]) == 0
+    assert "The device tier refuses this: the ranks are 33" in capsys.readouterr().out
+    taken = report(["plan", "--config", config, *words, "--domains", "11"], capsys)
+    assert taken["device_tier_refuses"] is None
+    path = tmp_path / "device.yaml"
+    path.write_text(CONFIG + "  tier: device", encoding="utf-8")
+    code, line = fails(["plan", "--config", str(path), *words, "--domains", "33"], capsys)
+    assert code == 2
+    assert "up to 32 domains" in line
+
+
 def test_plan_of_one_rank_sends_nothing(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """All copies are local."""
     values = report(["plan", "--config", config, "--ranks", "1", "--tokens", "32"], capsys)

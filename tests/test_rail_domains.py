@@ -18,19 +18,19 @@ from ep_dispatcher import (
     Topology,
     Tuning,
     UnavailableError,
-    rails,
+    rail_posts,
 )
 from ep_dispatcher.device import DeviceBackend, Routes
 from ep_dispatcher.group import topology_of
 from ep_dispatcher.rail_device import RailBackend, RailRoutes
 from ep_dispatcher.rail_memory import rail_blocks, segment_tokens
+from ep_dispatcher.rail_posts import RailPosts, blocks_for
 from ep_dispatcher.rails import (
     MAX_DOMAIN_SIZE,
     MAX_DOMAINS,
     DomainView,
     check_topology,
-    most_posts,
-    num_contexts,
+    check_world,
     owner_tables,
 )
 
@@ -103,11 +103,14 @@ def test_the_largest_domains_are_those_of_the_c_interface() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_domains", "num_sms", "blocks"), [(1, 16, 0), (2, 16, 4), (2, 1, 1), (32, 4, 4)]
+    ("num_domains", "num_sms", "tokens", "blocks"),
+    [(1, 16, 4096, 0), (2, 16, 4096, 4), (2, 1, 9, 1), (32, 4, 9, 4), (32, 16, 4096, 8)],
 )
-def test_rails_get_a_warp_for_each_domain(num_domains: int, num_sms: int, blocks: int) -> None:
+def test_rails_get_a_warp_for_each_domain_and_lanes_that_hold_their_posts(
+    num_domains: int, num_sms: int, tokens: int, blocks: int
+) -> None:
     topology = Topology(ep_size=num_domains, domain_size=1)
-    assert rail_blocks(config(num_sms), topology) == blocks
+    assert rail_blocks(config(num_sms, tokens), topology) == blocks
 
 
 def test_segments_hold_the_longest_rank() -> None:
@@ -118,46 +121,67 @@ def test_segments_hold_the_longest_rank() -> None:
     assert segment_tokens(config(max_tokens=0), single) == 0
 
 
-@pytest.mark.parametrize(
-    ("lanes", "max_tokens", "contexts"),
-    [(8, 4096, 4), (64, 4096, 6), (1, 2048, 1), (2, 4096, 2), (32, 16384, 8), (64, 65536, 32)],
-)
-def test_contexts_are_enough_for_queues_that_never_fill(
-    lanes: int, max_tokens: int, contexts: int
-) -> None:
-    """16 puts a lane and two signals for each 32 tokens, spread over contexts of 256 posts."""
-    assert num_contexts(lanes, max_tokens) == contexts
+@pytest.mark.parametrize("num_sms", [8, 12, 16, 24, 32])
+@pytest.mark.parametrize("domain_size", [1, 8])
+def test_every_number_of_domains_takes_4096_tokens(num_sms: int, domain_size: int) -> None:
+    """No more blocks than serve the domain, and every queue has room for what is posted."""
+    for num_domains in range(2, MAX_DOMAINS + 1):
+        topology = Topology(ep_size=num_domains * domain_size, domain_size=domain_size)
+        check_world(config(num_sms, max_tokens=4096), topology)
+        assert rail_blocks(config(num_sms, max_tokens=4096), topology) <= num_sms
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3, 6, 8, 10, 31, 64])
-@pytest.mark.parametrize("tokens_a_lane", [1, 100, 1000, 3328])
-def test_two_launches_that_the_network_takes_nothing_of_fit_into_a_queue(
-    lanes: int, tokens_a_lane: int
+def _posts_by_context(posts: RailPosts, contexts: int) -> list[int]:
+    """Counted channel by channel, numbered as csrc/core/rail_layout.h does."""
+    queues = [0] * contexts
+    chunks = range(-(-posts.max_tokens // 32))
+    for lane in range(posts.lanes):
+        channel = lane * posts.num_domains
+        queues[channel // posts.num_domains % contexts] += 16 + 2 * len(chunks[lane :: posts.lanes])
+    for block in range(posts.num_channels):
+        channel = posts.lanes * posts.num_domains + block
+        queues[channel // posts.num_domains % contexts] += 2
+    entry = posts.lanes * posts.num_domains + posts.num_channels
+    queues[entry // posts.num_domains % contexts] += 3
+    queues[0] += 1  # a fault is told over the first
+    return queues
+
+
+@pytest.mark.parametrize("num_domains", [2, 3, 8, 16, 32])
+@pytest.mark.parametrize("num_sms", [1, 8, 16, 33, 128])
+def test_what_a_rank_posts_while_the_network_takes_nothing_fits(
+    num_domains: int, num_sms: int
 ) -> None:
-    """Counted lane by lane: a lane's context is its number modulo theirs."""
-    max_tokens = lanes * tokens_a_lane
-    contexts = num_contexts(lanes, max_tokens)
-    posts = [0] * contexts
-    for lane in range(lanes):
-        chunks = range(lane, -(-max_tokens // 32), lanes)
-        posts[lane % contexts] += 16 + 2 * len(chunks)
-    assert max(posts) + 32 <= 256
-    assert most_posts(contexts, lanes, max_tokens) >= max(posts) + 32
+    for max_tokens in (1, 100, 2048, 4096, 20000, 65536):
+        blocks = blocks_for(num_domains, num_sms, max_tokens, num_sms // 4)
+        posts = RailPosts(num_domains, blocks, num_sms, max_tokens)
+        contexts = posts.contexts()
+        if contexts is None:
+            assert blocks >= num_sms
+            assert posts.most(posts.lanes) > 256
+            continue
+        for given in (contexts, contexts + 1, 2 * contexts):  # NCCL may give more
+            assert max(_posts_by_context(posts, given)) <= posts.most(given) <= 256
 
 
 def test_bounds_of_posts_are_those_of_the_kernels() -> None:
-    csrc = Path(rails.__file__).resolve().parents[1] / "csrc"
-    chunk = re.search(r"EP_RAIL_CHUNK_TOKENS = (\d+)", (csrc / "api/ep_rail.h").read_text())
-    unsent = re.search(r"kMostUnsentSums = (\d+)", (csrc / "kernels/rail_return.cuh").read_text())
-    assert chunk is not None
-    assert unsent is not None
-    assert (int(chunk[1]), int(unsent[1])) == (rails._CHUNK_TOKENS, rails._MOST_UNSENT)
+    csrc = Path(rail_posts.__file__).resolve().parents[1] / "csrc"
+    text = "".join(
+        (csrc / name).read_text() for name in ("api/ep_rail.h", "kernels/rail_return.cuh")
+    )
+    for name, value in (
+        ("EP_RAIL_CHUNK_TOKENS", rail_posts._CHUNK_TOKENS),
+        ("EP_RAIL_WARPS", rail_posts.RAIL_WARPS),
+        ("kMostUnsentSums", rail_posts._MOST_UNSENT),
+    ):
+        assert re.findall(rf"\b{name} = (\d+)", text) == [str(value)]
 
 
 def test_tokens_that_no_number_of_contexts_has_room_for_are_refused() -> None:
-    assert num_contexts(1, 3328) == 1
-    with pytest.raises(UnavailableError, match=r"max_tokens_per_rank is 3329.*at most 3328"):
-        num_contexts(1, 3329)
+    topology = Topology(ep_size=32, domain_size=1)
+    check_world(config(4, max_tokens=3648), topology)
+    with pytest.raises(UnavailableError, match=r"is 3649; .* num_sms 4 gives 1 lane.*more SMs"):
+        check_world(config(4, max_tokens=3649), topology)
 
 
 def test_targets_in_other_domains_are_memory_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
