@@ -7,11 +7,12 @@ Each rank writes a Chrome trace (for chrome://tracing or Perfetto); the first on
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--warm-up", type=int, default=3, metavar="N", help="steps before those (default 3)"
     )
+    parser.add_argument(
+        "--same-batch",
+        action="store_true",
+        help="only the gradients of the first batch, again and again: a product of another number "
+        "of rows is one that the library of products has to choose an algorithm for, on the host",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,10 +63,11 @@ def run(args: argparse.Namespace) -> int:
         )
     adopt_slurm("scripts/train.sbatch")
     if "RANK" in os.environ:
-        return run_rank(config, args.warm_up)
+        return run_rank(config, args.warm_up, same_batch=args.same_batch)
     if config.parallel.num_nodes > 1:
         raise ConfigError("profile starts the ranks of one node; use srun or torchrun for more")
     words = [*launch.words_of(args), "--warm-up", str(args.warm_up)]
+    words += ["--same-batch"] if args.same_batch else []
     return launch.start_ranks(config, words, "ep_dispatcher.profile")
 
 
@@ -74,21 +82,30 @@ def rank_main(words: Sequence[str]) -> int:
         return launch.USER_ERROR
 
 
-def run_rank(config: TrainConfig, warm_up: int) -> int:
+def run_rank(config: TrainConfig, warm_up: int, *, same_batch: bool = False) -> int:
     """Profile as the rank that the environment names; returns the exit code."""
     import torch.distributed as dist
 
     from ep_dispatcher.train.runtime import open_runtime
 
     runtime = open_runtime(config)
-    profile_job(config, warm_up, runtime)
+    profile_job(config, warm_up, runtime, same_batch=same_batch)
     dist.barrier()
     dist.destroy_process_group()
     return launch.OK
 
 
-def profile_job(config: TrainConfig, warm_up: int, runtime: Runtime) -> None:
+def profile_job(
+    config: TrainConfig, warm_up: int, runtime: Runtime, *, same_batch: bool = False
+) -> None:
     """Build the job, run its steps under the profiler, write what they say; collective.
+
+    Args:
+        config: of the job.
+        warm_up: steps before.
+        runtime: this rank.
+        same_batch: take the gradients of the first batch each time and leave the weights alone, so
+            that every step has the same routing.
 
     Raises:
         ConfigError: ranks share a GPU.
@@ -111,12 +128,14 @@ def profile_job(config: TrainConfig, warm_up: int, runtime: Runtime) -> None:
     trainer = Trainer(config, corpus, runtime, job)
     for step in range(warm_up):
         steps(f"step {step + 1} of {warm_up} to warm up")
-        trainer.step(step)
+        _one_step(trainer, step, same_batch=same_batch)
+    runtime.settle()
     steps(f"{config.train.steps} steps under the profiler, whose own start takes a while")
     folder = Path(config.train.out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"trace_rank{runtime.rank}.json"
-    _record(trainer, range(warm_up, warm_up + config.train.steps), path, on_gpu=runtime.on_gpu)
+    run = functools.partial(_one_step, trainer, same_batch=same_batch)
+    _record(run, range(warm_up, warm_up + config.train.steps), path, on_gpu=runtime.on_gpu)
     steps(f"reading {path}")
     told: list[Any] = [None] * runtime.num_ranks
     dist.all_gather_object(told, summarise(Trace.read(path)))
@@ -125,15 +144,23 @@ def profile_job(config: TrainConfig, warm_up: int, runtime: Runtime) -> None:
     job.close()
 
 
-def _record(trainer: Any, steps: range, path: Path, *, on_gpu: bool) -> None:  # noqa: ANN401
-    """Run steps under the profiler; nothing is logged, as that waits for the GPU."""
+def _one_step(trainer: Any, step: int, *, same_batch: bool) -> None:  # noqa: ANN401
+    """Run a step, or the first one's gradients again; nothing is logged, as that would wait."""
+    if same_batch:
+        trainer.run_gradients(0)
+    else:
+        trainer.run_unlogged(step)
+
+
+def _record(run: Callable[[int], None], steps: range, path: Path, *, on_gpu: bool) -> None:
+    """Run steps under the profiler."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=kinds) as profiler:
         for step in steps:
-            trainer.run_unlogged(step)
+            run(step)
         if on_gpu:
             torch.cuda.synchronize()
     profiler.export_chrome_trace(str(path))

@@ -127,6 +127,10 @@ class Trainer:
         """Run optimizer step `step` and look at nothing, as that would wait for the GPU."""
         self._optimize(step)
 
+    def run_gradients(self, step: int) -> None:
+        """Make the gradients of step `step` and leave the weights as they are."""
+        self._forward_backward(step)
+
     def _optimize(self, step: int) -> tuple[list[dict[str, Tensor]], Any]:
         """Gradients and a step of the optimizer; returns the losses and the gradient's norm."""
         results = self._forward_backward(step)
