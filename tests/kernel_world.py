@@ -103,6 +103,12 @@ def check_sums(work: Round, result: tuple[list[Tensor], list[Tensor]]) -> None:
         assert_same_bits(f"rank {rank} weights_grad", grads, work.weight_grads[rank])
 
 
+def set_timeout(world: OneGpuWorld, timeout_s: float) -> None:
+    """Deadline of the launches from now on; a round before it may take a sanitizer's time."""
+    for context in world.contexts:
+        context.timeout_ns = int(timeout_s * 1e9)
+
+
 def check_round(world: OneGpuWorld, work: Round, *, streams: bool = False) -> None:
     """Plan, dispatch and combine in both ways; each compared bit for bit."""
     plans = route(world, work, streams=streams)

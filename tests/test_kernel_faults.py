@@ -23,6 +23,7 @@ from kernel_world import (
     new_world,
     route,
     routing_of,
+    set_timeout,
     small,
     with_small,
 )
@@ -59,9 +60,10 @@ def _calls(world: OneGpuWorld, work: Round, name: str) -> list[object]:
     ],
 )
 def test_a_rank_that_never_calls_is_named(name: str, phases: set[int]) -> None:
-    world = new_world(timeout_s=0.2)
+    world = new_world()
     work = new_round(world, "uniform")
     check_round(world, work)
+    set_timeout(world, 0.2)
     calls = _calls(world, work, name)
     torch.cuda.synchronize()
     start = time.monotonic()
