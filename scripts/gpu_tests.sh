@@ -3,7 +3,7 @@
 #
 #   scripts/gpu_tests.sh [PART...]
 #
-# Parts, default all: build kernels faults example windows rails sanitize
+# Parts, default all: build kernels faults example windows rails gin sanitize
 # PYTHON     interpreter with torch, pybind11 and pytest (default: python3)
 # NCCL_HOME  NCCL 2.30.7 or later, if the wheel is not in that Python
 # RESULTS    folder for logs and the table (default: runs/gpu_tests)
@@ -14,7 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/shared_gpu.sh
 
 RESULTS=${RESULTS:-runs/gpu_tests}
-PARTS=(build kernels faults example windows rails sanitize)
+PARTS=(build kernels faults example windows rails gin sanitize)
 (($# == 0)) || PARTS=("$@")
 TESTS=("$PYTHON" -m pytest -q --maxfail 10 --timeout 60 -p no:cacheprovider)
 SANITIZED=(-m sanitize tests/test_kernels.py tests/test_combine_gather.py tests/test_kernel_faults.py)
@@ -35,7 +35,26 @@ check() {
   local log=$RESULTS/${name// /_}.log
   shift 2
   timeout -k 5 "$limit_s" "$@" >"$log" 2>&1 || verdict="FAIL ($?)"
+  # pytest is content where it skipped every test
+  ! tail -n 1 "$log" | grep -qE '^(=+ )?[0-9]+ skipped' || verdict="FAIL (none ran)"
   row "$verdict" "$name" "$start" "$log"
+}
+
+# beside NAME LIMIT_S COMMAND...: the same, at the same time as others; meet waits for them
+pids=()
+beside() {
+  (
+    check "$@"
+    exit "$failed"
+  ) &
+  pids+=("$!")
+}
+meet() {
+  local pid
+  for pid in "${pids[@]}"; do
+    wait "$pid" || failed=1
+  done
+  pids=()
 }
 
 # need_mps PART: start MPS; where it does not start, the part has failed
@@ -67,11 +86,26 @@ part_windows() { # processes, by the number of ranks
   stop_mps
 }
 
-part_rails() { # one launch, then processes; a world of ranks after the other
+# part_rails: all ranks in one process; several such processes, each with time slices of its own
+part_rails() {
+  if [[ -n ${CUDA_MPS_PIPE_DIRECTORY:-} ]]; then # its blocks would not all find a place beside others
+    check "rails without MPS" 600 env -u CUDA_MPS_PIPE_DIRECTORY -u CUDA_MPS_LOG_DIRECTORY \
+      RESULTS="$RESULTS/rails" "$0" rails
+    return
+  fi
+  local kernels=tests/test_rail_kernels.py whole=the_specification
+  local rails=("${TESTS[@]}" --timeout 120)
+  beside "rails, routings" 400 "${rails[@]}" "$kernels" -k "$whole"
+  beside "rails, the rest" 400 "${rails[@]}" "$kernels" -k "not $whole"
+  beside "rails, memory" 400 "${rails[@]}" tests/test_rail_memory.py
+  beside "rails, faults" 400 "${rails[@]}" tests/test_rail_faults.py
+  beside "rails, worlds" 400 "${rails[@]}" tests/test_rail_{send,worlds}.py
+  meet
+}
+
+part_gin() { # processes; a world of ranks after the other
   local world
-  check "rails, one launch" 400 "${TESTS[@]}" --timeout 120 \
-    tests/test_rail_{domains,memory,kernels,faults,send,worlds}.py
-  need_mps 'rails, GIN' || return
+  need_mps gin || return
   for world in 2x1 4x1 2x2 2x4 4x2 8x1; do
     check "rails, GIN $world" 150 "${TESTS[@]}" --timeout 120 tests/test_rail_gin.py -k "$world"
   done
@@ -108,7 +142,7 @@ part_sanitize() {
 : >"$RESULTS/table.txt"
 for part in "${PARTS[@]}"; do
   if ! declare -F "part_$part" >/dev/null; then
-    echo "no part is called $part; parts: build kernels faults example windows rails sanitize"
+    echo "no part is called $part; parts: build kernels faults example windows rails gin sanitize"
     exit 2
   fi
   "part_$part"
