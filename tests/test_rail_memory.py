@@ -54,6 +54,7 @@ CASES = [
         make_config(hidden=72, num_topk=1, max_tokens=0, num_sms=1),
         Topology(ep_size=2, domain_size=1),
     ),
+    (make_config(), Topology(ep_size=32, domain_size=1)),  # more rail blocks than a quarter of SMs
     (make_config(num_topk=33, max_tokens=777, num_sms=7), Topology(ep_size=192, domain_size=6)),
 ]
 
