@@ -16,16 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ep_dispatcher.accounting import LINKS
 from ep_dispatcher.bench.backends.base import Received
+from ep_dispatcher.bench.backends.megatron import capacity_factor
 from ep_dispatcher.bench.bandwidth import count_rows, phase_bytes, rates
 from ep_dispatcher.bench.check import Checker, WrongResult, arrivals_of
 from ep_dispatcher.bench.command import read_lines
 from ep_dispatcher.bench.compare import bootstrap_ratio, compare
 from ep_dispatcher.bench.experts import Experts
-from ep_dispatcher.bench.inputs import make_inputs, make_routing
+from ep_dispatcher.bench.inputs import make_inputs, make_routing, most_rows
 from ep_dispatcher.bench.page_data import best_table, host_table, newest, series
 from ep_dispatcher.bench.plots import enclosing
 from ep_dispatcher.bench.record import RouterRecorder, experts_of
-from ep_dispatcher.bench.spec import BenchSpec, Work, load_spec
+from ep_dispatcher.bench.spec import BenchSpec, Routing, Work, load_spec
 from ep_dispatcher.bench.stopwatch import MEET, Stopwatch
 from ep_dispatcher.bench.trace import RouterTrace, merge_traces, read_trace, write_trace
 from ep_dispatcher.cli import main
@@ -114,6 +115,14 @@ def test_routings_are_what_their_names_say() -> None:
         for name in ("uniform", "zipf")
     )
     assert int(skewed.max()) > 3 * int(even.max())
+
+
+@pytest.mark.parametrize("routing", ["uniform", "zipf", "all-to-one"])
+def test_megatrons_buffer_has_room_for_the_busiest_rank(routing: Routing) -> None:
+    """By its rule: tokens in chunks of 64, times K, times the factor, rounded down."""
+    work = replace(WORK, num_tokens=100, routing=routing)
+    room = int(128 * work.num_topk * capacity_factor(work))
+    assert max(most_rows(work), 128) <= room <= max(most_rows(work), 128) + 1
 
 
 def test_the_check_accepts_rows_in_any_order_inside_an_expert() -> None:

@@ -16,6 +16,7 @@ import yaml
 from torch import Tensor
 
 from ep_dispatcher.bench.backends import base
+from ep_dispatcher.bench.backends.nccl_ep import capacity_rows, token_bound
 from ep_dispatcher.bench.spec import Work
 from ep_dispatcher.bench.stopwatch import MEET
 
@@ -175,6 +176,8 @@ class MegatronSession(base.PlainSession):
                 values["moe_flex_dispatcher_num_sms"] = work.num_sms
             else:
                 values["moe_deepep_num_sms"] = values["moe_hybridep_num_sms"] = work.num_sms
+            if self._flex_backend == "ncclep":  # refuses to open without it
+                values["moe_expert_rank_capacity_factor"] = capacity_factor(work)
         try:
             return config_module.TransformerConfig(**values)
         except (ValueError, TypeError, AssertionError) as error:
@@ -189,6 +192,12 @@ class MegatronSession(base.PlainSession):
             expt_tp=state.get_expert_tensor_parallel_group(),
             tp_ep=state.get_expert_tensor_and_model_parallel_group(),
         )
+
+
+def capacity_factor(work: Work) -> float:
+    """Rows that a rank has room for, in units of T (rounded up) x K; beyond it NCCL EP traps."""
+    unit = token_bound(work) * work.num_topk
+    return (capacity_rows(work) + 1) / unit  # one more, as Megatron rounds the product down
 
 
 def _open_groups(parallel: Any, work: Work, place: base.Place) -> None:  # noqa: ANN401

@@ -58,7 +58,7 @@ class NcclEpSession(base.PlainSession):
         core = base.need("nccl.core", "nccl4py")
         self._ep: Any = base.need("nccl.ep", "nccl-extensions")
         self._work, self._place = work, place
-        self._capacity = _capacity(work) if place.name.endswith("/static") else _EAGER
+        self._capacity = capacity_rows(work) if place.name.endswith("/static") else _EAGER
         self._comm = _communicator(core, work, place)
         self._group = self._ep.Group.create(self._comm, self._group_config())
         self._handle: Any = None
@@ -196,7 +196,7 @@ class NcclEpSession(base.PlainSession):
         return ep.GroupConfig(
             algorithm=ep.Algorithm.HIGH_THROUGHPUT,
             num_experts=work.num_experts,
-            max_dispatch_tokens_per_rank=_token_bound(work),
+            max_dispatch_tokens_per_rank=token_bound(work),
             max_recv_tokens_per_rank=self._capacity,
             max_token_bytes=work.row_bytes,
             max_num_sms=work.num_sms,
@@ -256,12 +256,12 @@ def _most_ctas(work: Work) -> int:
     return min(work.num_sms, _NCCL_MOST_CTAS)
 
 
-def _capacity(work: Work) -> int:
+def capacity_rows(work: Work) -> int:
     """Rows to make room for; no less than the tokens that one rank sends."""
-    return max(most_rows(work), _token_bound(work))
+    return max(most_rows(work), token_bound(work))
 
 
-def _token_bound(work: Work) -> int:
+def token_bound(work: Work) -> int:
     """T, rounded up to what group creation takes."""
     return -(-max(work.num_tokens, 1) // _TOKEN_STEP) * _TOKEN_STEP
 
