@@ -110,7 +110,8 @@ class Tuning:
     """Knobs that change speed, never results.
 
     Attributes:
-        num_sms: SM budget, the blocks that communication kernels may hold on each rank.
+        num_sms: SM budget, the blocks that communication kernels may hold on each rank; over
+            several domains those of the rails come on top (`rail_memory.rail_blocks`).
         chunk_tokens: tokens that travel under one flag.
         timeout_s: device tier: deadline of every wait; past it EpTimeoutError is raised. The
             reference tier waits as long as its process group was told to.
