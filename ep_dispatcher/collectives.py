@@ -16,6 +16,11 @@ from torch import Tensor
 class Collectives:
     """All-gather and all-to-all of rows over one process group.
 
+    Attributes:
+        rank: this rank.
+        size: P.
+        store: of the process group; None for a bare one.
+
     Args:
         process_group: any torch.distributed group; gloo serves CPU tensors (others are copied
             there and back), NCCL serves CUDA tensors.
@@ -26,6 +31,7 @@ class Collectives:
         self._group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
+        self.store = _store_of(process_group)
         name = _backend_name(process_group)
         self._device = torch.device("cuda" if name == "nccl" else "cpu")
 
@@ -62,6 +68,14 @@ def _backend_name(process_group: dist.ProcessGroup) -> str:
         return str(dist.get_backend(process_group))
     except (ValueError, AssertionError, RuntimeError):
         return str(process_group.name())
+
+
+def _store_of(process_group: dist.ProcessGroup) -> dist.Store | None:
+    """Where ranks may leave words for each other; None for a bare group."""
+    try:
+        return process_group.get_group_store()
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def _row_bytes(rows: Tensor) -> int:

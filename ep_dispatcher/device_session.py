@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ep_dispatcher import native
 from ep_dispatcher.agreement import gather_json
+from ep_dispatcher.closing import Closing
 from ep_dispatcher.collectives import Collectives
 from ep_dispatcher.communicator import Reasons, open_communicator, topology_from
 from ep_dispatcher.config import EpConfig
@@ -48,7 +49,7 @@ class DeviceSession:
 
     def __init__(
         self,
-        collectives: Collectives,
+        closing: Closing,
         config: EpConfig,
         domain: DomainView,
         communicator: Any,  # noqa: ANN401
@@ -61,7 +62,7 @@ class DeviceSession:
         self.ep_rank = domain.ep_rank
         self.rails = rails
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self._collectives = collectives
+        self._closing = closing
         self._communicator = communicator
         self._arena = arena
         self._timeout_s = config.tuning.timeout_s
@@ -113,21 +114,39 @@ class DeviceSession:
     def close(self, *, failed: bool) -> None:
         """Free everything; collective, unless something has `failed` or a fault ended the group.
 
-        Peers that still wait for a rank that has failed are told, so that they leave at once.
+        Peers that wait for a rank that has failed are told, in kernels and here, so that
+        they leave at once.
+
+        Raises:
+            EpTimeoutError: another rank has neither closed nor left in time; all is freed here.
         """
+        if failed or self._is_faulty():
+            self._closing.leave()
         if failed and not self._is_faulty():
             with contextlib.suppress(RuntimeError):  # a CUDA context that is gone tells nobody
                 word = leaving_word(self.ep_rank, self.outputs.refused_bytes)
                 self._arena.write_word(self.context.window.error, word)
         self.outputs.close()
         torch.cuda.synchronize(self.device)
-        if failed or self._is_faulty() or filer_of(self._error_word()) >= 0:
-            self._communicator.abort()
-            if self.rails is not None:
-                self.rails.forget()
-            self._arena.forget()
-            return
-        self._collectives.all_gather(torch.zeros(1, dtype=torch.int64))  # all are done
+        all_close = False
+        try:
+            if not failed and not self._is_faulty() and filer_of(self._error_word()) < 0:
+                all_close = self._closing.all_close(self._timeout_s)
+        finally:
+            if not all_close:
+                self._abandon()
+        if all_close:
+            self._free_together()
+
+    def _abandon(self) -> None:
+        """Free this rank's part alone."""
+        self._closing.leave()
+        self._communicator.abort()
+        if self.rails is not None:
+            self.rails.forget()
+        self._arena.forget()
+
+    def _free_together(self) -> None:
         if self.rails is not None:
             self.rails.close()
         self._arena.close()
@@ -164,6 +183,7 @@ def open_session(collectives: Collectives, config: EpConfig, placement: Placemen
     """
     reasons = Reasons(collectives)
     _refuse_threads(collectives)
+    closing = Closing(collectives)
     communicator = open_communicator(collectives)
     num_domains = communicator.properties().num_domains
     topology = topology_from(num_domains, collectives.size, config.virtual_domain_size)
@@ -187,7 +207,7 @@ def open_session(collectives: Collectives, config: EpConfig, placement: Placemen
         reasons.agree()
     session = None
     with reasons:
-        session = DeviceSession(collectives, config, domain, communicator, arena, rails)
+        session = DeviceSession(closing, config, domain, communicator, arena, rails)
     reasons.agree()
     assert session is not None
     return session

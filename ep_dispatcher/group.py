@@ -222,7 +222,12 @@ class EPGroup:
 
         Args:
             failed: this rank leaves because of an error, so it must not wait for the others. Device
-                tier: those that wait for it raise at once, and say that it left.
+                tier: those that wait for it raise at once, and say that it left; those that close
+                free their part and return.
+
+        Raises:
+            EpTimeoutError: device tier: a rank neither closed nor left within the deadline; all is
+                freed here.
         """
         backend, self._backend = self._backend, None
         if backend is not None:

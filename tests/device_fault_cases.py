@@ -109,6 +109,20 @@ def one_rank_leaves(process_group: dist.ProcessGroup, case: Case, wants_room: bo
     return told._replace(differ=rounds_differ(process_group, case))
 
 
+def one_rank_fails_while_others_close(process_group: dist.ProcessGroup, case: Case) -> Told:
+    """One rank leaves because of an error after the last call; the others close as ever."""
+    group = EPGroup.create(process_group, case.config("device"))
+    group.plan(inputs(case, group.ep_rank).topk_idx)
+    torch.cuda.synchronize()
+    process_group.barrier().wait()
+    failed = group.ep_rank == ODD_ONE
+    if failed:
+        time.sleep(0.3)  # so that the others are waiting
+    start = time.monotonic()
+    group.close(failed=failed)
+    return Told(time.monotonic() - start, "", "", rounds_differ(process_group, case))
+
+
 def one_rank_makes_room(process_group: dist.ProcessGroup, case: Case) -> tuple[str, bool]:
     """One rank has no room, drops something and calls again, for which the others have waited."""
     with EPGroup.create(process_group, case.config("device")) as group:

@@ -208,6 +208,14 @@ def test_a_rank_that_leaves_is_told_at_once(world: ProcessWorld, wants_room: boo
         assert not told.differ
 
 
+@pytest.mark.fault
+def test_nobody_waits_at_the_close_for_a_rank_that_failed(world: ProcessWorld) -> None:
+    """Nor is a collective of the process group left open, as the new group would meet it."""
+    for told in world.run(faults.one_rank_fails_while_others_close, Case(timeout_s=30.0)):
+        assert told.seconds < 5
+        assert not told.differ
+
+
 def test_a_rank_without_room_may_make_some_and_call_again(world: ProcessWorld) -> None:
     for rank, (message, as_before) in enumerate(world.run(faults.one_rank_makes_room, SMALL_HEAP)):
         assert ("would do" in message) == (rank == faults.ODD_ONE)

@@ -1,0 +1,135 @@
+"""The end of a group of the device tier, without a GPU: nobody waits for a rank that has left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_dispatcher import EpTimeoutError
+from ep_dispatcher.closing import Closing
+from ep_dispatcher.collectives import Collectives
+from ep_dispatcher.device_session import DeviceSession
+from ep_dispatcher.testing import run_ranks
+
+NUM_RANKS, ODD_ONE = 3, 1
+SOON_S = 2.0  # far less than the 20 s of the thread ranks' process group
+
+
+class Ended(NamedTuple):
+    """How a rank's close went."""
+
+    seconds: float
+    freed: str  # "together" or "alone"
+    error: EpTimeoutError | None
+    in_step: bool  # whether the process group's next collective still meets that of the others
+
+
+class Session:
+    """A session over stand-ins that note how it was freed."""
+
+    def __init__(self, collectives: Collectives, timeout_s: float) -> None:
+        """Open; collective."""
+        self.freed = ""
+        session: Any = DeviceSession.__new__(DeviceSession)
+        session.ep_rank, session.rails, session.device = collectives.rank, None, None
+        session.module = SimpleNamespace(read_fault=lambda _: SimpleNamespace(filed=0))
+        session.outputs = SimpleNamespace(refused_bytes=0, close=lambda: None)
+        session.context = SimpleNamespace(window=SimpleNamespace(error=0))
+        session._fault, session._failure, session._timeout_s = torch.zeros(1), None, timeout_s
+        session._closing = Closing(collectives)
+        session._arena = SimpleNamespace(
+            read_word=lambda _: 0,
+            write_word=lambda *_: None,
+            forget=lambda: None,
+            close=lambda: None,
+        )
+        session._communicator = SimpleNamespace(
+            abort=lambda: self._note("alone"), close=lambda: self._note("together")
+        )
+        self.close: Callable[..., None] = session.close
+
+    def _note(self, how: str) -> None:
+        self.freed += how
+
+
+def ends(
+    monkeypatch: pytest.MonkeyPatch,
+    odd_one_closes: Callable[[Session], None],
+    timeout_s: float = 10.0,
+) -> list[Ended]:
+    """Open a session on all ranks, and close it on all but one, which does something else."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    store = dist.HashStore()
+
+    def end(process_group: dist.ProcessGroup) -> Ended:
+        collectives = Collectives(process_group)
+        collectives.store = store
+        session = Session(collectives, timeout_s)
+        start = time.monotonic()
+        error = None
+        try:
+            if collectives.rank == ODD_ONE:
+                odd_one_closes(session)
+            else:
+                session.close(failed=False)
+        except EpTimeoutError as raised:
+            error = raised
+        seconds = time.monotonic() - start
+        ranks = collectives.all_gather(torch.tensor(collectives.rank)).tolist()
+        return Ended(seconds, session.freed, error, ranks == list(range(NUM_RANKS)))
+
+    return run_ranks(NUM_RANKS, end)
+
+
+def test_all_close_together_however_late_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(session: Session) -> None:
+        time.sleep(0.2)
+        session.close(failed=False)
+
+    for ended in ends(monkeypatch, late):
+        assert (ended.freed, ended.error, ended.in_step) == ("together", None, True)
+
+
+def test_nobody_waits_for_a_rank_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the process group can still be used, for a new group for example."""
+
+    def fail(session: Session) -> None:
+        time.sleep(0.2)  # the others are waiting
+        session.close(failed=True)
+
+    for ended in ends(monkeypatch, fail):
+        assert (ended.freed, ended.error, ended.in_step) == ("alone", None, True)
+        assert ended.seconds < SOON_S
+
+
+def test_a_rank_that_does_not_close_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it does at last, it waits for nobody."""
+
+    def too_late(session: Session) -> None:
+        time.sleep(0.6)
+        session.close(failed=False)
+
+    for rank, ended in enumerate(ends(monkeypatch, too_late, timeout_s=0.2)):
+        assert (ended.freed, ended.in_step) == ("alone", True)
+        assert ended.seconds < SOON_S
+        if rank == ODD_ONE:
+            assert ended.error is None
+        else:
+            assert ended.error is not None
+            assert (ended.error.rank, ended.error.peer, ended.error.phase) == (rank, 1, "close")
+            assert "for ranks [1], which neither closed this group nor left it" in str(ended.error)
+
+
+def test_a_store_that_is_gone_does_not_keep_a_group_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> None:
+        raise dist.DistNetworkError("connection reset")
+
+    monkeypatch.setattr(dist.PrefixStore, "set", gone)
+    for ended in ends(monkeypatch, lambda session: session.close(failed=False)):
+        assert (ended.freed, ended.error, ended.in_step) == ("together", None, True)
