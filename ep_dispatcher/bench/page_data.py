@@ -331,8 +331,8 @@ def series(
 ) -> tuple[str, dict[str, list[tuple[float, float]]]]:
     """Points of each backend along one swept field, all other fields being equal.
 
-    The setting with most points is shown; fields that travel with the axis (the skew with zipf) are
-    not compared.
+    The setting with most points is shown, of several the one with most backends; fields that travel
+    with the axis (the skew with zipf) are not compared.
 
     Args:
         lines: recorded.
@@ -349,7 +349,9 @@ def series(
             families.setdefault(_family(line, axis), []).append(line)
     if not families:
         return "", {}
-    chosen = max(families.values(), key=lambda mine: len({line[axis] for line in mine}))
+    chosen = max(
+        families.values(), key=lambda mine: (_values(mine, axis), _values(mine, "backend"))
+    )
     found: dict[str, list[tuple[float, float]]] = {}
     for backend, sms in _variants(chosen):
         name = backend
@@ -360,6 +362,11 @@ def series(
                 found.setdefault(name, []).append((float(point), measured))
     merged = {name: sorted(set(points)) for name, points in found.items()}
     return setting_words(chosen[0], axis), {n: p for n, p in merged.items() if len(p) > 1}
+
+
+def _values(lines: Sequence[Line], field: str) -> int:
+    """How many values of a field the lines have."""
+    return len({line[field] for line in lines})
 
 
 def median_us(lines: Sequence[Line], variant: tuple[str, int], phase: str) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,52 +176,66 @@ def _layer(lines: Sequence[Line]) -> Plot | None:
         return None if None in parts else sum(us for us in parts if us is not None)
 
     words, points = series(lines, "num_tokens", forward_and_backward, where=_plain)
-    caption = f"Whole layer with experts, forward and backward ({words}); lower is better."
+    what = "Whole layer with experts, forward and backward"
     labels = ("tokens a rank", "us")
-    return _curves(lines, points, "layer_against_tokens", caption, labels, log=True)
+    caption = f"{what} ({words}); lower is better."
+    plot = _curves(lines, points, "layer_against_tokens", caption, labels, log=True)
+    if plot is not None:
+        return plot
+    return _bars(lines, forward_and_backward, "layer", what, ("us", "{:,.0f}"))
 
 
 def _interference(lines: Sequence[Line]) -> Plot | None:
     words, points = series(lines, "num_sms", slow_down)
-    caption = (
-        "Slow-down of matrix products while dispatch and combine run beside them, against the SMs "
-        f"a rank that communication may hold ({words}); lower is better."
-    )
+    what = "Slow-down of matrix products while dispatch and combine run beside them"
     labels = ("SMs a rank", "times slower")
-    plot = _curves(lines, points, "interference", caption, labels)
-    return plot if plot is not None else _slow_down_bars(lines)
+    caption = f"{what}, against the SMs a rank that communication may hold ({words}); lower is "
+    plot = _curves(lines, points, "interference", f"{caption}better.", labels)
+    if plot is not None:
+        return plot
+    return _bars(lines, slow_down, "interference", what, ("times slower; 1 is alone", "{:.2f}"))
 
 
-def _slow_down_bars(lines: Sequence[Line]) -> Plot | None:
-    """A bar for each backend where SMs were not swept, on the setting with most of them."""
+def _bars(
+    lines: Sequence[Line],
+    value: Callable[[Sequence[Line], tuple[str, int]], float | None],
+    name: str,
+    what: str,
+    look: tuple[str, str],
+) -> Plot | None:
+    """A bar for each backend where no axis was swept, on the setting with most of them.
+
+    Args:
+        lines: recorded.
+        value: of the lines of one setting and (backend, SMs).
+        name: of the plot.
+        what: is shown, for the caption.
+        look: label of the axis, and format of a value.
+    """
     best: tuple[str, dict[str, float]] = ("", {})
     for setting in dict.fromkeys(map(setting_of, timed(lines))):
         mine = [line for line in timed(lines) if setting_of(line) == setting]
         variants = dict.fromkeys((line["backend"], line["num_sms"]) for line in mine)
         found = {
-            f"{variant[0]}, {variant[1]} SMs": slower
+            f"{variant[0]}, {variant[1]} SMs": measured
             for variant in variants
-            if (slower := slow_down(mine, variant)) is not None
+            if (measured := value(mine, variant)) is not None
         }
         if len(found) > len(best[1]):
             best = (setting_words(mine[0]), found)
     words, bars = best
     if not bars:
         return None
+    label, form = look
     figure, axes = _figure(height=1.2 + 0.42 * len(bars))
     axes.barh(list(bars), list(bars.values()), color=_COLOURS[0], height=0.6)
-    for row, slower in enumerate(bars.values()):
-        axes.text(slower, row, f" {slower:.2f}", va="center", fontsize=9)
-    axes.axvline(1.0, color="#1c2733", linewidth=0.8)
+    for row, measured in enumerate(bars.values()):
+        axes.text(measured, row, f" {form.format(measured)}", va="center", fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlim(left=0, right=1.12 * max(bars.values()))
-    axes.set_xlabel("times slower; 1 is alone")
+    axes.set_xlim(left=0, right=1.15 * max(bars.values()))
+    axes.set_xlabel(label)
     axes.grid(axis="y", visible=False)
-    caption = (
-        "Slow-down of matrix products while dispatch and combine run beside them "
-        f"({words}); shorter is better."
-    )
-    return Plot("interference", caption, _png(figure))
+    return Plot(name, f"{what} ({words}); shorter is better.", _png(figure))
 
 
 def _plain(line: Line) -> bool:
