@@ -67,6 +67,7 @@ class Checker {
   std::string message_;
 };
 
+constexpr int64_t kMaxTokens = int64_t{1} << 20;
 constexpr int64_t kMaxRows = INT32_MAX;
 constexpr int64_t kMaxRowBytes = int64_t{1} << 30;
 constexpr int kRowAlignment = 16;

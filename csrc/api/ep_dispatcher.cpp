@@ -36,7 +36,6 @@ EpStatus note_launch(cudaError_t result) {
 
 namespace {
 
-constexpr int64_t kMaxTokens = int64_t{1} << 20;
 constexpr int64_t kMaxBytes = int64_t{1} << 46;  // of a window and what lies behind it
 constexpr uint64_t kMaxTimeoutNs = INT64_MAX;
 constexpr int kEntryBits = 32;

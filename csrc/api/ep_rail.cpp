@@ -12,8 +12,6 @@
 namespace ep {
 namespace {
 
-constexpr int64_t kMostTokens = int64_t{1} << 20;
-
 // What the layout depends on.
 void check_rail_shape(Checker* check, const EpContext& context, const EpRail& rail) {
   check_shape(check, context.shape);
@@ -27,7 +25,7 @@ void check_rail_shape(Checker* check, const EpContext& context, const EpRail& ra
   if (!check->ok()) {
     return;  // neither a number to divide by nor one to count with
   }
-  check->range("rail.max_tokens", rail.max_tokens, 1, kMostTokens / rail.num_domains);
+  check->range("rail.max_tokens", rail.max_tokens, 1, kMaxTokens / rail.num_domains);
   check->range("context.shape.max_tokens", context.shape.max_tokens,
                rail.num_domains * rail.max_tokens, rail.num_domains * rail.max_tokens);
 }
