@@ -241,9 +241,9 @@ class EpConfig:
 
 def check_alignment(alignment: int) -> None:
     """Raise ConfigError unless `alignment` is a power of two that a plan can use."""
-    _check_int("alignment", alignment, 1, 4096)
-    if alignment & (alignment - 1):
-        raise ConfigError(f"alignment is {alignment}; it must be a power of two in [1, 4096]")
+    fits = type(alignment) is int and 1 <= alignment <= 4096
+    if not fits or alignment & (alignment - 1):
+        raise ConfigError(f"alignment is {alignment!r}; it must be a power of two in [1, 4096]")
 
 
 def _is_number(value: object) -> bool:

@@ -254,6 +254,8 @@ class EPGroup:
 
     def _check_plan(self, plan: Plan) -> None:
         """Raise unless this group made the plan: another's may name other buffers and peers."""
+        if not isinstance(plan, Plan):
+            raise ShapeError(f"plan is {plan!r}; it must be what `plan` of this group returned")
         if plan not in self._plans:
             raise ShapeError("this plan was made by another group; use the group that made it")
 

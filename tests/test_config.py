@@ -44,6 +44,8 @@ def test_common_widths_are_allowed(hidden: int, dtype: str) -> None:
         ({"max_tokens_per_rank": -1}, r"max_tokens_per_rank is -1; it must be an int in \[0"),
         ({"max_tokens_per_rank": 1 << 21}, "max_tokens_per_rank is 2097152"),
         ({"alignment": 0}, "alignment is 0"),
+        ({"alignment": 1.5}, "alignment is 1.5; it must be a power of two"),
+        ({"alignment": 8192}, r"alignment is 8192; it must be a power of two in \[1, 4096\]"),
         ({"alignment": 3}, "alignment is 3; it must be a power of two"),
         ({"recv_capacity_rows": -5}, "recv_capacity_rows is -5"),
         ({"output_bytes": 1 << 20}, "output_bytes is 1048576"),

@@ -220,6 +220,8 @@ def test_closed_group_and_foreign_plan_are_refused(expert_rank: tuple[int, ...] 
             plan = second.plan(torch.tensor([[0, 1]]))
             with pytest.raises(ShapeError, match="made by another group"):
                 first.dispatch(plan, torch.zeros(1, 16))
+        with pytest.raises(ShapeError, match="plan is None; it must be what `plan`"):
+            first.dispatch(None, torch.zeros(1, 16))  # type: ignore[arg-type]
         first.close()
         first.close()
         with pytest.raises(ClosedError, match=r"EPGroup\.create"):
