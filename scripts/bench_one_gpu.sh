@@ -54,11 +54,14 @@ fi
 
 step "MPS"
 start_mps || exit 1
+recover=() # an MPS that was up before is left alone
+[[ ! $mps_is_mine ]] || recover=(--recover scripts/restart_mps.sh)
 
 step "benchmark"
 left_s=$((budget_s - SECONDS - pages_s))
 timeout --signal=INT $((left_s + 15)) "$PYTHON" -m ep_dispatcher bench run --config "$cells" \
-  --out "$out" --budget "$left_s" --no-report --recover scripts/restart_mps.sh \
+  --out "$out" --budget "$left_s" --no-report \
+  ${recover[@]+"${recover[@]}"} \
   ${rest[@]+"${rest[@]}"} 2>&1 | tee "$out/table.txt"
 status=${PIPESTATUS[0]}
 
