@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,13 @@ from torch import nn
 from ep_dispatcher import ConfigError, EpConfig, EPGroup, MoeShape, Topology
 from ep_dispatcher.accounting import plan_traffic
 from ep_dispatcher.testing import make_routing, run_ranks
-from ep_dispatcher.train.config import DataSection
+from ep_dispatcher.train.config import DataSection, load_config
 from ep_dispatcher.train.data import BatchKey, DataError, load_corpus
 from ep_dispatcher.train.manifest import CheckpointError, Manifest, digest, finished, folder_of
 from ep_dispatcher.train.metrics import MetricsFile, StepMetrics, read_metrics
 from ep_dispatcher.train.observe import Layout, RouterObserver, max_over_mean
 from ep_dispatcher.train.plots import draw
+from ep_dispatcher.train.runtime import SM_MARGINS, leave_sms, sm_margin
 
 
 def metrics_of(step: int) -> StepMetrics:
@@ -246,3 +248,29 @@ def test_folder_that_is_being_written_is_not_read(checkpoint: tuple[Manifest, Pa
     (folder.parent / "step_00000011.partial").mkdir()
     (folder.parent / "step_of_something_else").mkdir()
     assert [path.name for path in finished(folder.parent)] == ["step_00000007", "step_00000010"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_gpus", "num_sms", "expected"),
+    [(4, 1, 16, 64), (1, 1, 16, 16), (4, 4, 16, 16), (4, 2, 16, 32), (8, 1, 16, 124)],
+)
+def test_norms_leave_the_sms_of_communication(
+    ranks: int, num_gpus: int, num_sms: int, expected: int
+) -> None:
+    """Those of all ranks on the GPU (132 SMs), but never all of it."""
+    config = load_config(
+        Path(__file__).parent.parent / "configs" / "one_gpu_4ranks.yaml",
+        [f"parallel.ranks_per_node={ranks}", f"ep_dispatcher.num_sms={num_sms}",
+         f"parallel.expert={ranks}"],
+    )  # fmt: skip
+    assert sm_margin(config, num_gpus, 132) == expected
+
+
+def test_a_margin_that_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one is set."""
+    forward, backward = SM_MARGINS
+    monkeypatch.setenv(forward, "5")
+    monkeypatch.delenv(backward, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    leave_sms(64)
+    assert (os.environ[forward], os.environ[backward]) == ("5", "64")

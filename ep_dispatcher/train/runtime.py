@@ -13,6 +13,9 @@ from ep_dispatcher.errors import ConfigError, UnavailableError
 from ep_dispatcher.train.config import TrainConfig
 
 _TIMEOUT = timedelta(minutes=10)  # the first step of a large model compiles and allocates
+# How many SMs Transformer Engine's norms leave free; it reads them when a norm is built.
+SM_MARGINS = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN")
+_NORM_SMS = 8  # a norm keeps at least these
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ def open_runtime(config: TrainConfig) -> Runtime:
     _agree_on_backend(store, rank, num_ranks, backend)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        leave_sms(sm_margin(config, torch.cuda.device_count(), num_sms))
     else:
         from ep_dispatcher.megatron import cpu_standins
 
@@ -117,6 +122,31 @@ def gpu_index(config: TrainConfig, num_gpus: int) -> int:
             "set parallel.ranks_share_gpu to true (needs MPS; a test setting, slow)"
         )
     return int(os.environ.get("LOCAL_RANK", "0")) % num_gpus
+
+
+def sm_margin(config: TrainConfig, num_gpus: int, gpu_sms: int) -> int:
+    """SMs that communication of all ranks on a GPU may hold.
+
+    Args:
+        config: of the job.
+        num_gpus: of this node.
+        gpu_sms: SMs of a GPU.
+
+    Example: 4 ranks that hold 16 SMs each, on one GPU of 132 -> 64.
+    """
+    sharing = -(-config.parallel.ranks_per_node // max(1, num_gpus))
+    return max(0, min(sharing * config.ep_dispatcher.num_sms, gpu_sms - _NORM_SMS))
+
+
+def leave_sms(num_sms: int) -> None:
+    """Have Transformer Engine's norms leave SMs free, unless the environment says how many.
+
+    For wide rows they have a barrier of the whole grid in them: none of its blocks ends before the
+    last one has a place. Where they count on every SM, and another rank on the GPU holds some of
+    them while it waits for this one, neither goes on.
+    """
+    for name in SM_MARGINS:
+        os.environ.setdefault(name, str(num_sms))
 
 
 def _agree_on_backend(store: dist.Store, rank: int, num_ranks: int, backend: str) -> None:
