@@ -48,6 +48,8 @@ class Stopwatch:
             head_start_cycles: for which a GPU waits before it meets the others.
         """
         if self._flushed is not None:
+            # A rank that is done would sweep the SMs that others on its GPU still need.
+            dist.all_reduce(self._meeting, group=self._group)
             self._flushed.sum()  # reads more than L2 holds; writes would be written back later
             # The host queues the call meanwhile, so its launch time is not in the laps.
             torch.cuda._sleep(head_start_cycles)
