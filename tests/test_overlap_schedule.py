@@ -115,10 +115,10 @@ def test_chunks_are_all_tokens_in_order(num_tokens: int, num_chunks: int) -> Non
 
 @pytest.mark.parametrize(
     ("tokens", "topk", "local", "expected"),
-    [(16384, 8, 16, 2), (65536, 8, 4, 4), (4096, 8, 16, 1), (0, 8, 64, 1), (64, 2, 2, 1)],
+    [(32768, 8, 16, 2), (65536, 8, 4, 4), (4096, 8, 4, 1), (0, 8, 64, 1), (64, 2, 2, 1)],
 )
 def test_auto_leaves_each_expert_enough_rows(
     tokens: int, topk: int, local: int, expected: int
 ) -> None:
-    """4096 rows an expert and chunk in a balanced routing, four chunks at most, one at least."""
+    """8192 rows an expert and chunk in a balanced routing, four chunks at most, one at least."""
     assert auto_chunks(tokens, topk, local) == expected

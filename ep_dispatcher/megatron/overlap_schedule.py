@@ -29,9 +29,9 @@ from torch import Tensor
 from ep_dispatcher import Plan
 from ep_dispatcher.ranges import EXPERTS, phase
 
-# Every chunk makes all weight gradients once more, to be added up: memory traffic of the size of
-# the weights. At 2048 rows an expert that costs more than chunks hide (docs/overlap.md).
-MIN_EXPERT_ROWS = 4096
+# Every chunk makes all weight gradients once more, to be added up, and has its own plan. With 1024,
+# 2048 and 4096 rows an expert and chunk that cost more than two chunks hid (docs/overlap.md).
+MIN_EXPERT_ROWS = 8192
 MAX_AUTO_CHUNKS = 4
 
 
@@ -89,7 +89,7 @@ def auto_chunks(num_tokens: int, num_topk: int, num_local_experts: int) -> int:
         num_topk: K.
         num_local_experts: L.
 
-    Example: T=16384, K=8, L=16 -> 8192 rows an expert -> 2 chunks.
+    Example: T=32768, K=8, L=16 -> 16384 rows an expert -> 2 chunks.
     """
     rows = num_tokens * num_topk // num_local_experts
     return max(1, min(MAX_AUTO_CHUNKS, rows // MIN_EXPERT_ROWS))
