@@ -10,12 +10,13 @@ MAX_LINES=500
 SHOWN_LINES=40 # of a failed gate
 quick=${1:-}
 failed=0
-log=$(mktemp)
-trap 'rm -rf "$log"' EXIT
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
 
 # gate NAME COMMAND...: run it, print one line, and its output where it failed
 gate() {
-  local name=$1 verdict=FAIL start=${EPOCHREALTIME/[.,]/} tenths
+  local name=$1 verdict=FAIL start=${EPOCHREALTIME/[.,]/} tenths log
+  log=$logs/$BASHPID
   shift
   set +e # in a condition, errexit would be off inside the subshell too
   (set -e; "$@") >"$log" 2>&1
@@ -27,6 +28,17 @@ gate() {
     head -n "$SHOWN_LINES" "$log"
     failed=1
   fi
+}
+
+# gate_beside NAME COMMAND...: the same on a core of its own; finish_beside prints its line
+gate_beside() {
+  (gate "$@" && exit "$failed") >"$logs/beside" &
+  beside=$!
+}
+
+finish_beside() {
+  wait "$beside" || failed=1
+  cat "$logs/beside"
 }
 
 skip() { printf 'skip %-28s %s\n' "$1" "$2"; }
@@ -100,9 +112,9 @@ compile() {
   grep -aq nccl3gin5gdaki "$1"/lib/ep_dispatcher/_C.*
 }
 
+gate_beside "mypy --strict" mypy
 gate "ruff check" ruff check .
 gate "ruff format" ruff format --check .
-gate "mypy --strict" mypy
 gate "clang-format" check_clang_format
 gate "file sizes" check_file_sizes
 gate "function sizes in csrc" check_function_sizes
@@ -122,4 +134,5 @@ else
     gate "sm_90, sm_100, NCCL $version" compile "$cache/$version"
   done
 fi
+finish_beside
 exit "$failed"

@@ -12,6 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 TORCH=torch==2.13.0
 OLDEST_NCCL=2.30.7
+MAX_WORKERS=4 # many tests start several processes themselves
 
 usage() {
   sed -n '2,9s/^# \{0,1\}//p' "$0"
@@ -80,4 +81,8 @@ step "tests, $("$python" --version)"
 export OMP_NUM_THREADS=1
 selected=()
 [[ -z $quick ]] || selected=(-m "not slow")
+# Files side by side, where they need no GPU; tests/conftest.py puts the long ones first.
+if [[ ! -e /dev/nvidia0 ]]; then
+  selected+=(-n auto --maxprocesses "$MAX_WORKERS" --dist loadfile --no-loadscope-reorder)
+fi
 exec "$python" -m pytest "${selected[@]}" ${CI:+--hypothesis-profile=ci} "$@"

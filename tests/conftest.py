@@ -24,6 +24,26 @@ settings.register_profile(
 )
 settings.load_profile("dev")
 
+# Files that take over 30 s. They start first, so that no worker ends with one of them alone.
+_LONG_FILES = (
+    "test_megatron_parity.py",
+    "test_train_run.py",
+    "test_bench_hosts.py",
+    "test_bench_run.py",
+    "test_megatron_dispatcher.py",
+    "test_profile_run.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of long files first, else leave the order."""
+
+    def place(item: pytest.Item) -> int:
+        name = item.path.name
+        return _LONG_FILES.index(name) if name in _LONG_FILES else len(_LONG_FILES)
+
+    items.sort(key=place)
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what this machine cannot run, with the reason."""
