@@ -12,6 +12,7 @@ from torch import nn
 
 from ep_dispatcher import ConfigError, EpConfig, EPGroup, MoeShape, Topology
 from ep_dispatcher.accounting import plan_traffic
+from ep_dispatcher.megatron.compat import SM_MARGINS, leave_sms
 from ep_dispatcher.testing import make_routing, run_ranks
 from ep_dispatcher.train.config import DataSection, load_config
 from ep_dispatcher.train.data import BatchKey, DataError, load_corpus
@@ -19,7 +20,7 @@ from ep_dispatcher.train.manifest import CheckpointError, Manifest, digest, fini
 from ep_dispatcher.train.metrics import MetricsFile, StepMetrics, read_metrics
 from ep_dispatcher.train.observe import Layout, RouterObserver, max_over_mean
 from ep_dispatcher.train.plots import draw
-from ep_dispatcher.train.runtime import SM_MARGINS, leave_sms, sm_margin
+from ep_dispatcher.train.runtime import sm_margin
 
 
 def metrics_of(step: int) -> StepMetrics:

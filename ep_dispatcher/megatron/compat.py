@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 OLDEST = (0, 16, 1)
 NEWEST = (0, 19)  # any patch release of it
 TESTED_RANGE = "0.16.1 to 0.19.x"
+# How many SMs Transformer Engine's norms leave free; it reads them when a norm is built.
+SM_MARGINS = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN")
 
 
 def parse_version(text: str) -> tuple[int, ...]:
@@ -64,6 +67,20 @@ def rows_may_exceed_topk(config: Any) -> bool:  # noqa: ANN401
     """
     names = ("moe_pad_expert_input_to_capacity", "moe_pad_experts_for_cuda_graph_inference")
     return any(getattr(config, name, False) for name in names)
+
+
+def leave_sms(num_sms: int) -> None:
+    """Have Transformer Engine's norms leave SMs free, unless the environment says how many.
+
+    For rows of more than 4096 elements, unless of 8192 or another tuned width, the backward of an
+    RMSNorm is one cooperative launch over the GPU with barriers in it: no block ends before the
+    last one has a place. Where another rank on the GPU holds SMs while it waits for this one,
+    neither goes on.
+
+    Source: transformer_engine/common/normalization/rmsnorm/rmsnorm_bwd_semi_cuda_kernel.cu@076b995.
+    """
+    for name in SM_MARGINS:
+        os.environ.setdefault(name, str(num_sms))
 
 
 def cuda_graph_scopes(config: Any) -> set[str] | None:  # noqa: ANN401

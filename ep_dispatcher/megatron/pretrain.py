@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from ep_dispatcher.errors import ConfigError, UnavailableError
+from ep_dispatcher.megatron.compat import leave_sms
 from ep_dispatcher.megatron.options import MegatronOptions
 
 SECTION = "ep_dispatcher"
@@ -185,7 +186,9 @@ class LazyModelProvider:
 
         args = get_args()
         gpt_job.check_args(args)
-        return EpPlugin(options_from_args(args))
+        options = options_from_args(args)
+        leave_sms(options.num_sms)
+        return EpPlugin(options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """One chunk; arguments as Megatron passes them."""

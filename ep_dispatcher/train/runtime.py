@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 from ep_dispatcher.errors import ConfigError, UnavailableError
+from ep_dispatcher.megatron.compat import leave_sms
 from ep_dispatcher.train.config import TrainConfig
 
 _TIMEOUT = timedelta(minutes=10)  # the first step of a large model compiles and allocates
-# How many SMs Transformer Engine's norms leave free; it reads them when a norm is built.
-SM_MARGINS = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN")
 _NORM_SMS = 8  # a norm keeps at least these
 
 
@@ -136,17 +135,6 @@ def sm_margin(config: TrainConfig, num_gpus: int, gpu_sms: int) -> int:
     """
     sharing = -(-config.parallel.ranks_per_node // max(1, num_gpus))
     return max(0, min(sharing * config.ep_dispatcher.num_sms, gpu_sms - _NORM_SMS))
-
-
-def leave_sms(num_sms: int) -> None:
-    """Have Transformer Engine's norms leave SMs free, unless the environment says how many.
-
-    For wide rows they have a barrier of the whole grid in them: none of its blocks ends before the
-    last one has a place. Where they count on every SM, and another rank on the GPU holds some of
-    them while it waits for this one, neither goes on.
-    """
-    for name in SM_MARGINS:
-        os.environ.setdefault(name, str(num_sms))
 
 
 def _agree_on_backend(store: dist.Store, rank: int, num_ranks: int, backend: str) -> None:
