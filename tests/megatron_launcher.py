@@ -1,6 +1,6 @@
 """Runs the launcher without a GPU, for its test; arguments are Megatron's and ours.
 
-Megatron refuses to start without CUDA in one place, which is answered here for that place only.
+Megatron refuses to start without CUDA in one module, which is answered here for it alone.
 With --theirs the dispatchers are left as Megatron built them.
 """
 
@@ -19,6 +19,12 @@ def _asked_by_initialize() -> bool:
     return frame is not None and frame.f_code.co_filename.endswith("training/initialize.py")
 
 
+def _devices_for_initialize() -> int:
+    """Answer torch.cuda.device_count(): one GPU, else 0.19 makes no groups, and none to others."""
+    frame: FrameType | None = sys._getframe(1)
+    return int(frame is not None and frame.f_code.co_filename.endswith("training/initialize.py"))
+
+
 def main() -> None:
     """Run ep_dispatcher.megatron.pretrain as `python -m` would."""
     assert cpu_standins.install()
@@ -27,6 +33,7 @@ def main() -> None:
     from ep_dispatcher.megatron import gpt_job
 
     torch.cuda.is_available = _asked_by_initialize
+    torch.cuda.device_count = _devices_for_initialize
     if "--theirs" in sys.argv:
         sys.argv.remove("--theirs")
         setattr(gpt_job, "swap_dispatchers", lambda chunks, _plugin: chunks)  # noqa: B010
