@@ -54,6 +54,7 @@ class Backend(Protocol):
         """Raise what earlier calls have met since they returned; waits for nothing.
 
         Raises:
+            ClosedError: after `close`.
             EpTimeoutError: a wait has expired.
             RoutingError: static mode: an earlier routing of this rank named an expert that is not
                 there; that slot counted as dropped.

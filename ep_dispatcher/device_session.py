@@ -22,7 +22,7 @@ from ep_dispatcher.communicator import Reasons, open_communicator, topology_from
 from ep_dispatcher.config import EpConfig
 from ep_dispatcher.device_faults import NO_ROOM, Failure, failure_of, filer_of, leaving_word
 from ep_dispatcher.device_memory import OutputPool, heap_bytes_of
-from ep_dispatcher.errors import EpTimeoutError, UnavailableError
+from ep_dispatcher.errors import ClosedError, EpTimeoutError, UnavailableError
 from ep_dispatcher.plan import Placement
 from ep_dispatcher.rails import (
     DomainView,
@@ -69,6 +69,7 @@ class DeviceSession:
         self._fault = _pinned(self.module.FAULT_BYTES)
         self._tables = domain.tables(self.device)
         self._failure: Failure | None = None
+        self._is_closed = False
         self.outputs = OutputPool(self.module, arena, self.device)
         self.shape = domain.shape(self.module, config)
         self.context = self._make_context(domain)
@@ -82,10 +83,13 @@ class DeviceSession:
         """Raise if a wait of this rank has expired or found the group ended; waits for nothing.
 
         Raises:
+            ClosedError: after `close`; the fault word may be gone, and what a launch names is.
             EpTimeoutError: names who waited for whom and for what, or who left.
             AgreementError: only some ranks passed weights to a dispatch.
             CapacityError: a rank had no room for output rows, and left.
         """
+        if self._is_closed:
+            raise ClosedError
         if self._failure is None and self._fault_filed():
             fault = self.module.read_fault(self.fault_address)
             word = self._error_word() if fault.phase == NO_ROOM else 0
@@ -120,6 +124,7 @@ class DeviceSession:
         Raises:
             EpTimeoutError: another rank has neither closed nor left in time; all is freed here.
         """
+        self._is_closed = True
         if failed or self._is_faulty():
             self._closing.leave()
         if failed and not self._is_faulty():

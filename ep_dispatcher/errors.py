@@ -34,7 +34,15 @@ class UnavailableError(EpError):
 
 
 class ClosedError(EpError):
-    """The group was closed and cannot be used any more."""
+    """The group was closed and cannot be used any more, nor for a backward of its calls."""
+
+    def __init__(
+        self,
+        message: str = "this group was closed; make a new one with EPGroup.create (and run the "
+        "backward of a group's calls before closing it)",
+    ) -> None:
+        """Say what to do instead; by default of an EPGroup."""
+        super().__init__(message)
 
 
 class EpTimeoutError(RuntimeError):

@@ -220,6 +220,8 @@ class EPGroup:
     def close(self, *, failed: bool = False) -> None:
         """Free what the tier holds; collective; a second call does nothing.
 
+        Rows that calls returned stay valid; the backward of a call raises ClosedError.
+
         Args:
             failed: this rank leaves because of an error, so it must not wait for the others. Device
                 tier: those that wait for it raise at once, and say that it left; those that close
@@ -249,7 +251,7 @@ class EPGroup:
     def _open_backend(self) -> Backend:
         """The tier, unless the group was closed."""
         if self._backend is None:
-            raise ClosedError("this group was closed; make a new one with EPGroup.create")
+            raise ClosedError
         return self._backend
 
     def _check_plan(self, plan: Plan) -> None:

@@ -1,6 +1,7 @@
 """The autograd pair: backward of dispatch is combine, and of combine is dispatch, on one plan.
 
-Both are adjoint linear maps, so nothing is saved but the plan.
+Both are adjoint linear maps, so nothing is saved but the plan. A backward asks its tier first, as
+the group may have been closed since.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class DispatchRows(Function):
         grad_recv_weights: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         """Sum the rows' gradients at home and bring each weight's gradient to its slot."""
+        ctx.backend.check()
         with phase(ranges.DISPATCH_BACKWARD, on_gpu=grad_recv_x.is_cuda):
             grad_x, grad_weights = ctx.backend.combine(
                 ctx.plan, grad_recv_x.contiguous(), grad_recv_weights
@@ -62,6 +64,7 @@ class CombineRows(Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, None, None]:  # noqa: ANN401
         """Send each token's gradient to all its rows."""
+        ctx.backend.check()
         with phase(ranges.COMBINE_BACKWARD, on_gpu=grad_out.is_cuda):
             return ctx.backend.dispatch(ctx.plan, grad_out.contiguous(), None)[0], None, None
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ep_dispatcher.collectives import Collectives
 from ep_dispatcher.config import EpConfig, Topology
-from ep_dispatcher.errors import AgreementError
+from ep_dispatcher.errors import AgreementError, ClosedError
 from ep_dispatcher.plan import Placement, Plan, build_plan, count_copies
 
 _REFUSAL_BYTES = 256  # of the reason that travels to the other ranks
@@ -80,6 +80,7 @@ class ReferenceBackend:
         placement: Placement,
     ) -> None:
         """Hold the group's facts; nothing is allocated."""
+        self._is_closed = False
         self._collectives = collectives
         self._config = config
         self._topology = topology
@@ -158,10 +159,13 @@ class ReferenceBackend:
         )
 
     def check(self) -> None:
-        """See `Backend.check`: every call has said by itself what it met."""
+        """See `Backend.check`: but for closing, every call has said by itself what it met."""
+        if self._is_closed:
+            raise ClosedError
 
     def close(self, *, failed: bool = False) -> None:
-        """Nothing to free."""
+        """Nothing to free; later backwards are refused, as in the device tier."""
+        self._is_closed = True
 
     def _sum_at_home(self, returned: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
         """Sum the ranks' partial rows of each domain, then the domains' (steps 2 and 3)."""

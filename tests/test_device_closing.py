@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_dispatcher import EpTimeoutError
+from ep_dispatcher import ClosedError, EpTimeoutError
 from ep_dispatcher.closing import Closing
 from ep_dispatcher.collectives import Collectives
 from ep_dispatcher.device_session import DeviceSession
@@ -52,7 +52,9 @@ class Session:
         session._communicator = SimpleNamespace(
             abort=lambda: self._note("alone"), close=lambda: self._note("together")
         )
+        session._is_closed = False
         self.close: Callable[..., None] = session.close
+        self.check: Callable[[], None] = session.check
 
     def _note(self, how: str) -> None:
         self.freed += how
@@ -133,3 +135,18 @@ def test_a_store_that_is_gone_does_not_keep_a_group_open(monkeypatch: pytest.Mon
     monkeypatch.setattr(dist.PrefixStore, "set", gone)
     for ended in ends(monkeypatch, lambda session: session.close(failed=False)):
         assert (ended.freed, ended.error, ended.in_step) == ("together", None, True)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_no_call_is_launched_after_closing(monkeypatch: pytest.MonkeyPatch, failed: bool) -> None:
+    """Every call of the tier, backwards among them, checks first: the window may be gone."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+
+    def end(process_group: dist.ProcessGroup) -> None:
+        session = Session(Collectives(process_group), timeout_s=10.0)
+        session.check()
+        session.close(failed=failed)
+        with pytest.raises(ClosedError, match="before closing it"):
+            session.check()
+
+    run_ranks(NUM_RANKS, end)

@@ -230,6 +230,26 @@ def test_closed_group_and_foreign_plan_are_refused(expert_rank: tuple[int, ...] 
     run_ranks(2, call)
 
 
+@pytest.mark.parametrize("ledger", [False, True])
+def test_a_backward_after_closing_is_refused(ledger: bool) -> None:
+    """By every rank for itself: also where the others run none."""
+
+    def call(process_group: dist.ProcessGroup) -> None:
+        config = EpConfig(shape=SHAPE, max_tokens_per_rank=8, debug_ledger=ledger)
+        x = torch.ones(1, 16, requires_grad=True)
+        with EPGroup.create(process_group, config) as group:
+            plan = group.plan(torch.tensor([[0, 1]]))
+            recv_x, _ = group.dispatch(plan, x)
+            out = group.combine(plan, recv_x.detach().requires_grad_())
+        if group.ep_rank == 0:
+            for result in (recv_x, out):
+                with pytest.raises(ClosedError, match="before closing it"):
+                    result.sum().backward()
+        assert x.grad is None
+
+    run_ranks(2, call)
+
+
 def test_gradients_of_rows_or_weights_on_different_ranks() -> None:
     """Rank 0 wants the gradient of x only and rank 1 that of the weights only; both take part."""
 
