@@ -2,7 +2,7 @@
 # Train one config with each dispatcher, same seed and data; overlay loss, step time and memory.
 #
 #   scripts/ablate.sh [CONFIG] [--steps N] [--dispatchers NAME...] [--out FOLDER] [--data PATH]
-#                    [--limit SECONDS]
+#                    [--limit SECONDS] [--commit HASH]
 #
 # CONFIG defaults to configs/tiny_cpu.yaml; names: alltoall, ep_dispatcher, allgather. The first one
 # is what the losses of the others are compared with; --limit ends a run that takes longer.

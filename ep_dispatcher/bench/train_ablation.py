@@ -324,6 +324,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--dispatchers", nargs="+", default=list(DISPATCHERS[:2]))
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"))
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for each run")
+    parser.add_argument(
+        "--commit", help="recorded where the source tree has no git folder to tell it"
+    )
     given = list(sys.argv[1:] if words is None else words)
     args = parser.parse_args(given)
     if args.steps <= WARM_UP_STEPS:
@@ -335,7 +338,8 @@ def main(words: Sequence[str] | None = None) -> int:
         for name in args.dispatchers
     ]
     command = ["python", "-m", "ep_dispatcher.bench.train_ablation", *given]
-    log = ResultLog(args.out / "results.jsonl", command)
+    known = {"commit": args.commit} if args.commit else {}
+    log = ResultLog(args.out / "results.jsonl", command, **known)
     record(runs, args.config, log, sharing_of(args.config))
     draw(runs, args.out / "ablation.png")
     write_page(runs, args.config, args.out / "ablation.md")
