@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import datetime
-import gc
 import json
+import multiprocessing
 import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from ep_dispatcher.megatron import cpu_standins
@@ -38,7 +40,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from megatron.core.utils import get_attr_wrapped_model  # noqa: E402
 from megatron_cases import CASES, Case  # noqa: E402
-from megatron_world import NUM_RANKS, Outcome, as_json  # noqa: E402
+from megatron_world import NUM_RANKS, OUTCOMES, Outcome, as_json  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from ep_dispatcher.megatron.plugin import (  # noqa: E402
@@ -54,6 +56,8 @@ MICRO_BATCH = 2
 NUM_LAYERS = 2
 HIDDEN = 32
 LEARNING_RATE = 3e-3
+_CHECKS_A_WORLD = 6  # in one set of processes: gloo slows down with every group
+_PEER_TIMEOUT_S = 60  # then ranks whose peer failed give up
 
 
 class ParallelNorm(torch.nn.LayerNorm):
@@ -66,45 +70,72 @@ class ParallelNorm(torch.nn.LayerNorm):
             setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
 
-def run_rank(arguments: argparse.Namespace) -> None:
-    """Run cases or checks as one of `NUM_RANKS` ranks; rank 0 writes what came of them."""
-    lines = _run_checks(arguments) if arguments.checks else _run_cases(arguments)
-    for line in lines:
-        if arguments.rank == 0:
-            with arguments.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+def fork_ranks(arguments: argparse.Namespace) -> None:
+    """Run each case, and every few checks, on ranks of their own; status 1 where one failed."""
+    if arguments.checks:
+        names = arguments.checks.split(",")
+        parts = [
+            names[first : first + _CHECKS_A_WORLD]
+            for first in range(0, len(names), _CHECKS_A_WORLD)
+        ]
+    else:
+        parts = [[name] for name in arguments.cases.split(",")]
+    context = multiprocessing.get_context("fork")  # this process has no threads, only imports
+    for part in parts:
+        ranks = [
+            context.Process(target=_run_rank, args=(arguments, part, rank))
+            for rank in range(NUM_RANKS)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            sys.exit(1)
 
 
-def _connect(arguments: argparse.Namespace, name: str) -> None:
-    """Open the default process group; ranks whose peer failed give up after the timeout."""
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(f"{arguments.store}_{name}", NUM_RANKS),
-        rank=arguments.rank,
-        world_size=NUM_RANKS,
-        timeout=datetime.timedelta(seconds=60),
-    )
+def _run_rank(arguments: argparse.Namespace, names: Sequence[str], rank: int) -> None:
+    """Run a case, or checks, as one of the ranks; rank 0 writes what came of them."""
+    folder: Path = arguments.ranks_in
+    with (
+        (folder / f"rank{rank}.log").open("a") as log,
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+    ):
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(str(folder / names[0]), NUM_RANKS),
+                rank=rank,
+                world_size=NUM_RANKS,
+                timeout=datetime.timedelta(seconds=_PEER_TIMEOUT_S),
+            )
+            lines = _run_checks(names) if arguments.checks else _run_cases(names, arguments.steps)
+            for line in lines:
+                if rank == 0:
+                    with (folder / OUTCOMES).open("a") as file:
+                        file.write(json.dumps(line) + "\n")
+            dist.destroy_process_group()
+        except BaseException:
+            traceback.print_exc()
+            raise
 
 
-def _run_cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Run each case in process groups of its own; yields the outcomes."""
+def _run_cases(names: Sequence[str], steps: int) -> Iterator[dict[str, Any]]:
+    """Run each case; yields the outcomes."""
     cases = {case.name: case for case in CASES}
-    for name in arguments.cases.split(","):
-        _connect(arguments, name)
-        yield as_json(compare(cases[name], arguments.steps))
+    for name in names:
+        yield as_json(compare(cases[name], steps))
         dist.barrier()
-        dist.destroy_process_group()
-        gc.collect()
 
 
-def _run_checks(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _run_checks(names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Run each check; yields its name and the traceback of the first rank that it failed on."""
     from megatron_checks import CHECKS as CHECKS_OF_DISPATCHER
     from megatron_overlap_checks import CHECKS as CHECKS_OF_OVERLAP
 
     checks = CHECKS_OF_DISPATCHER | CHECKS_OF_OVERLAP
-    _connect(arguments, "checks")
-    for name in arguments.checks.split(","):
+    for name in names:
         error = ""
         try:
             checks[name]()
@@ -114,7 +145,6 @@ def _run_checks(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         errors: list[str | None] = [None] * NUM_RANKS
         dist.all_gather_object(errors, error)
         yield {"check": name, "error": next((found for found in errors if found), "")}
-    dist.destroy_process_group()
 
 
 def compare(case: Case, steps: int) -> Outcome:

@@ -4,19 +4,20 @@
     python tests/megatron_world.py --record docs/results/megatron_parity.jsonl
     python tests/megatron_world.py --checks capacity,two_models
 
-The first process starts one process per rank (gloo, on the CPU); these run the cases one after
-the other with fresh process groups, and rank 0 writes one JSON object a case. At most
-`_CASES_PER_LAUNCH` cases share a set of processes, as gloo slows down with every group it made.
-Checks (`megatron_checks.py`) are run likewise.
+The first process starts a second, which imports Megatron once and, as gloo slows down with every
+group it made, forks one process per rank (gloo, on the CPU) for every case. Rank 0 writes one JSON
+object a case. Checks (`megatron_checks.py`) are run likewise, a few in one set of processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,8 +30,8 @@ from typing import Any
 from megatron_cases import CASES, Case
 
 NUM_RANKS = 4
-_CASES_PER_LAUNCH = 8
-_TIMEOUT_S = 400  # of one launch
+OUTCOMES = "outcomes.jsonl"  # of rank 0
+_TIMEOUT_S = 600  # of all cases of a call, or all checks
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,9 @@ class Outcome:
 
 
 def run_cases(names: Sequence[str], steps: int) -> list[Outcome]:
-    """Run cases on `NUM_RANKS` processes, in as many launches as needed."""
-    outcomes: list[Outcome] = []
-    for first in range(0, len(names), _CASES_PER_LAUNCH):
-        chosen = ",".join(names[first : first + _CASES_PER_LAUNCH])
-        lines = _launch(["--cases", chosen, "--steps", str(steps)])
-        outcomes += [Outcome(**line) for line in lines]
-    return outcomes
+    """Run cases, each on `NUM_RANKS` processes of its own."""
+    lines = _launch(["--cases", ",".join(names), "--steps", str(steps)])
+    return [Outcome(**line) for line in lines]
 
 
 def run_checks(names: Sequence[str]) -> dict[str, str]:
@@ -80,38 +77,37 @@ def run_checks(names: Sequence[str]) -> dict[str, str]:
 
 
 def _launch(arguments: list[str]) -> list[dict[str, Any]]:
-    """Start the ranks, wait for all of them, read the lines that rank 0 wrote.
+    """Start the process that forks the ranks, wait for it, read the lines that rank 0 wrote.
 
     Raises:
         RuntimeError: a rank failed; carries the end of what each said.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "outcomes.jsonl"
-        logs = [Path(folder) / f"rank{rank}.log" for rank in range(NUM_RANKS)]
-        command = [sys.executable, "-W", "ignore", __file__, *arguments, "--out", str(out)]
-        command += ["--store", str(Path(folder) / "store")]
-        ranks = [_start([*command, "--rank", str(rank)], log) for rank, log in enumerate(logs)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = [sys.executable, "-W", "ignore", __file__, *arguments, "--ranks-in", name]
+        process = _start(command, folder / "ranks.log")
         try:
-            codes = [rank.wait(timeout=_TIMEOUT_S) for rank in ranks]
+            code = process.wait(timeout=_TIMEOUT_S)
         finally:
-            for process in ranks:
-                process.kill()
-        if any(codes):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the ranks
+        if code:
             said = [
-                f"rank {rank} ended with {code}:\n{log.read_text()[-3000:]}"
-                for rank, (code, log) in enumerate(zip(codes, logs, strict=True))
+                f"{log.name}:\n{log.read_text()[-3000:]}" for log in sorted(folder.glob("*.log"))
             ]
-            raise RuntimeError("\n".join(said))
-        return [json.loads(line) for line in out.read_text().splitlines()]
+            raise RuntimeError(f"ended with {code}\n" + "\n".join(said))
+        return [json.loads(line) for line in (folder / OUTCOMES).read_text().splitlines()]
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start one rank with its output in a file."""
+    """Start a process in a group of its own with its output in a file."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     root = str(Path(__file__).parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join([root, environment.get("PYTHONPATH", "")])
     with log.open("w") as file:
-        return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
 
 def _record(outcomes: Sequence[Outcome], steps: int, path: Path) -> None:
@@ -161,7 +157,7 @@ def passes(case: Case, outcome: Outcome) -> bool:
 
 
 def main() -> None:
-    """Parse the command line; without --rank start the ranks, with it be one."""
+    """Parse the command line; with --ranks-in be the process that forks the ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     names = [case.name for case in CASES]
     parser.add_argument("--cases", default=",".join(names), help="comma-separated names")
@@ -169,13 +165,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--out", type=Path, help="where to write outcomes as JSON lines")
     parser.add_argument("--record", type=Path, help="file of results to append to")
-    parser.add_argument("--rank", type=int, default=None, help="set by the first process")
-    parser.add_argument("--store", help="set by the first process")
+    parser.add_argument("--ranks-in", type=Path, help="set by the first process")
     arguments = parser.parse_args()
-    if arguments.rank is not None:
-        from megatron_rank import run_rank
+    if arguments.ranks_in is not None:
+        from megatron_rank import fork_ranks
 
-        run_rank(arguments)
+        fork_ranks(arguments)
     elif arguments.checks:
         _report_checks(run_checks(arguments.checks.split(",")))
     else:
