@@ -49,7 +49,7 @@ def errors() -> dict[str, str]:
     return run_checks(CHECKS)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)  # the first waits for all; other work may go on beside
 @pytest.mark.parametrize("check", CHECKS)
 def test_check(check: str, errors: dict[str, str]) -> None:
     """The check passed on all ranks."""

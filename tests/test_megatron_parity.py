@@ -47,7 +47,7 @@ def _assert_matches(case: Case, outcome: Outcome) -> None:
         assert outcome.max_param_difference < 1e-4
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", _CI, ids=lambda case: case.name)
 def test_training_matches_megatron(case: Case, outcomes: dict[str, Outcome]) -> None:
     """Equal losses and parameters; within the rounding of another order where sums are longer."""
@@ -55,7 +55,7 @@ def test_training_matches_megatron(case: Case, outcomes: dict[str, Outcome]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", _SLOW, ids=lambda case: case.name)
 def test_training_matches_megatron_slow(case: Case, slow_outcomes: dict[str, Outcome]) -> None:
     """The same for layouts and options that differ less from those above."""
