@@ -16,7 +16,7 @@ void refuse_without_gin(const CommunicatorProperties& properties) {
   }
 }
 
-// The host asks for as many as its posts need, so that no queue fills (ep_dispatcher/rails.py).
+// The host asks for as many as its posts need, so that no queue fills (ep_dispatcher/rail_posts.py).
 void refuse_fewer_contexts(int given, int wanted) {
   if (given < wanted) {
     throw UnavailableError(

@@ -15,7 +15,7 @@
 // backend takes part without the host (GDAKI) or with a thread of it that runs anyway (proxy).
 // Nothing here waits, but a post does while NCCL's queue is full (256 a context and peer with the
 // proxy's defaults), and for ever if the network stands still. So it never is: a channel's puts in
-// flight are bounded by sent(), and the host asks for contexts enough (ep_dispatcher/rails.py).
+// flight are bounded by sent(), and the host asks for contexts enough (ep_dispatcher/rail_posts.py).
 #pragma once
 
 #include <nccl.h>
