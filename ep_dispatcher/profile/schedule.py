@@ -106,19 +106,19 @@ def run_variant(config: TrainConfig, corpus: Corpus, runtime: Runtime, rounds: i
     trainer = Trainer(config, corpus, runtime, job)
     clock = Clock(stamp_maker(on_gpu=runtime.on_gpu))
     # One batch for all: a product of another number of rows is chosen anew, which takes the host.
-    results = [trainer._forward_backward(0) for _ in range(_WARM_UP)]
+    results = [trainer.run_gradients(0) for _ in range(_WARM_UP)]
     times_ms = []
     for _ in range(rounds):
         runtime.settle()
         began = time.perf_counter()
-        trainer._forward_backward(0)
+        trainer.run_gradients(0)
         if runtime.on_gpu:
             torch.cuda.synchronize()
         times_ms.append((time.perf_counter() - began) * 1e3)
     runtime.settle()
     with clocked_nodes(clock):
         clock.start()
-        trainer._forward_backward(0)
+        trainer.run_gradients(0)
         spans = clock.stop()
     losses = [float(each["loss"]) for each in results[0]]
     tiers = "+".join(sorted(tiers_of(job)))

@@ -127,20 +127,19 @@ class Trainer:
         """Run optimizer step `step` and look at nothing, as that would wait for the GPU."""
         self._optimize(step)
 
-    def run_gradients(self, step: int) -> None:
-        """Make the gradients of step `step` and leave the weights as they are."""
-        self._forward_backward(step)
-
     def _optimize(self, step: int) -> tuple[list[dict[str, Tensor]], Any]:
         """Gradients and a step of the optimizer; returns the losses and the gradient's norm."""
-        results = self._forward_backward(step)
+        results = self.run_gradients(step)
         for group in self._job.optimizer.param_groups:
             group["lr"] = learning_rate(self._config.train, step)
         _, grad_norm, _ = self._job.optimizer.step()
         return results, grad_norm
 
-    def _forward_backward(self, step: int) -> list[dict[str, Tensor]]:
-        """Run all micro-batches of a step; the last pipeline stage gets their losses."""
+    def run_gradients(self, step: int) -> list[dict[str, Tensor]]:
+        """Run all micro-batches of a step and leave the weights as they are.
+
+        Returns the losses of the micro-batches, on the last pipeline stage.
+        """
         config = self._config
         self._job.chunk.zero_grad_buffer()
         self._job.optimizer.zero_grad()
