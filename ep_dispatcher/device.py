@@ -106,6 +106,7 @@ class DeviceBackend:
     """
 
     _PLAN_KERNELS = 1  # each has a deadline of its own
+    _OTHER_CAUSES = ""  # why a plan may be refused, beside routing and alignment
 
     def __init__(
         self,
@@ -320,7 +321,7 @@ class DeviceBackend:
 
         Raises:
             RoutingError: this rank's names an expert that is not there.
-            AgreementError: another rank's does, or alignments differ.
+            AgreementError: another rank's does, or alignments differ, or `_OTHER_CAUSES`.
         """
         if letter.bad_token >= 0:
             raise RoutingError(
@@ -330,7 +331,7 @@ class DeviceBackend:
         if letter.refused_rank >= 0:
             raise AgreementError(
                 f"rank {letter.refused_rank} refused its routing or passed an alignment other "
-                f"{consequence}; its own error says more"
+                f"{consequence}{self._OTHER_CAUSES}; its own error says more"
             )
 
     def _segment_rows(self, alignment: int) -> Tensor:

@@ -103,7 +103,7 @@ typedef struct EpWindowLayout {
   int64_t route_flag;     /* u64 [P][C] epoch: counts and records of source p, block c, are here */
   int64_t dispatch_ready; /* EpReady [P]: peer p has entered dispatch, its rows start there */
   int64_t rows_done;      /* u64 [P][C][EP_SEND_WARPS] progress of source p, channel c */
-  int64_t combine_ready;  /* u64 [P] epoch: peer p has entered combine */
+  int64_t combine_ready;  /* u64 [P] entry of peer p into combine: epoch, wish; see args.h */
   int64_t gather_ready;   /* EpReady [P]: peer p's expert rows are complete and start there */
   int64_t gather_done;    /* u64 [P][C] epoch: channel c of peer p has read our rows */
   int64_t partial_full;   /* u64 [C][P][D] of the home rank, written by the expert rank */

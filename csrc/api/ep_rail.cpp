@@ -69,6 +69,7 @@ void check_call(Checker* check, const EpRailPlanArgs& args) {
   check->pointer("counts", args.counts, true, kLongAlignment);
   check->range("alignment", args.alignment, 1, 4096);
   check->range("capacity_rows", args.capacity_rows, -1, kMaxRows);
+  check->zero("reserved", args.reserved);
 }
 
 void check_rows(Checker* check, const EpContext& context, const void* x, int64_t num_tokens,

@@ -98,6 +98,10 @@ typedef struct EpRailPlanArgs {
   int32_t* dst_rank;     /* [T, K] receiver among all P ranks; -1 where nothing is sent */
   int32_t* dst_row;      /* [T, K] */
   int64_t* counts;       /* [P, E] */
+  uint32_t history;      /* of the calls so far; where a rank of another domain has another one, or
+                            another K, the plan is refused: a way to compare whether weights and
+                            gradients were passed, which no kernel does between domains */
+  int32_t reserved;
 } EpRailPlanArgs;
 
 typedef struct EpRailDispatchArgs {

@@ -49,6 +49,13 @@ constexpr int kContributorRecordShift = 32;
 constexpr int kProgressBits = 24;
 constexpr uint64_t kProgressAll = (1ull << kProgressBits) - 1;
 
+// combine_ready: epoch, and below it whether the rank that entered wants gradients of weights.
+constexpr uint64_t kEntryWantsGradients = 1;
+
+EP_HOST_DEVICE constexpr uint64_t entry_word(uint64_t epoch, bool wants_gradients) {
+  return epoch << 1 | (wants_gradients ? kEntryWantsGradients : 0);
+}
+
 // partial_full and partial_free: epoch and record index plus one.
 constexpr int kPartialBits = 24;
 

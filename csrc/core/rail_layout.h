@@ -22,6 +22,7 @@ struct RailControl {
 struct RailTopkHeader {
   int32_t num_tokens, num_topk, alignment;
   int32_t bad_slot;  // the part's lowest slot with a bad id, of the whole routing; -1 for none
+  uint32_t history;  // EpRailPlanArgs.history
 };
 
 // What a block's role spent, in test builds: for the benches. Cycles of each warp's waits, of making

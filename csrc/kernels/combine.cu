@@ -23,7 +23,8 @@
 //             O3 reads of the partial row -> __syncwarp -> release of partial_free; acquire of it ->
 //                async-proxy fence -> stores into the slot by the record one round later.
 //             O4 combine_ready of a home rank (acquire) -> the first round of stores into its rings:
-//                it has ended its earlier launches, so their slots are read.
+//                it has ended its earlier launches, so their slots are read. It also says whether
+//                the home wants gradients, which its expert ranks must give then.
 //             O5 sums -> async-proxy fence (shared memory) -> outbox_full -> bulk store of the outbox.
 //             Within a block, stages and outboxes pass between warps by their full and empty
 //             barriers. A pusher completes and releases all it has pushed before it waits for a peer.
@@ -47,13 +48,13 @@ struct BlockShared {
   GroupShared group[kGroups];
 };
 
-// Tells every peer that this rank's rings are empty.
+// Tells every peer that this rank's rings are empty, and whether it wants gradients.
 __device__ void announce(const CombineBlock& block) {
   const EpContext& context = block.context;
   for (int rank = threadIdx.x; rank < block.num_ranks; rank += blockDim.x) {
     store_release_sys(
         block.peers.at<uint64_t>(rank, context.window.combine_ready) + context.ep_rank,
-        block.shared->watch.epoch);  // O4
+        entry_word(block.shared->watch.epoch, block.args.weights_grad != nullptr));  // O4
   }
 }
 
@@ -121,12 +122,13 @@ __device__ void combine(const EpCombineArgs& args, int channel, BlockShared* sha
     const bool home = threadIdx.x >= kExpertGroups;
     init_group(&shared->group[threadIdx.x], kSumWarps + (home ? 1 : 0));
   }
-  begin_launch(args.context, kCombine, &shared->common.watch);
-  const CombineBlock block(args, channel, &shared->common);
-  if (channel == 0) {
-    announce(block);
+  if (begin_launch(args.context, kCombine, &shared->common.watch)) {
+    const CombineBlock block(args, channel, &shared->common);
+    if (channel == 0) {
+      announce(block);
+    }
+    combine_roles<kDtype, kExact>(block, shared, memory);
   }
-  combine_roles<kDtype, kExact>(block, shared, memory);
   end_launch(args.context, kCombine, shared->common.watch);
 }
 

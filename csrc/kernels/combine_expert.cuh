@@ -85,7 +85,8 @@ class Pusher {
     num_rows_ = 0;
     if (lane_ < count) {
       num_rows_ = num_rows_of(block_.args.plan, mine_);
-      granted_ = load_acquire_sys(credit_word()) >= credit_value();  // O3, O4
+      const uint64_t word = load_acquire_sys(credit_word());
+      granted_ = word >= credit_value() && agrees(word);  // O3, O4
     }
     fence_proxy_async();
     return count;
@@ -99,7 +100,15 @@ class Pusher {
                             : block_.free_here(mine_.source, mine_.index);
   }
   __device__ uint64_t credit_value() const {
-    return mine_.opens_ring ? group_.watch->epoch : block_.passed(mine_.index - block_.depth);
+    return mine_.opens_ring ? entry_word(group_.watch->epoch, false)
+                            : block_.passed(mine_.index - block_.depth);
+  }
+  // Whether this rank gives gradients for this lane's record if its home wants them, as its entry
+  // says; rows that capacity has dropped have none. A home in this epoch cannot be past it: it lacks
+  // this record.
+  __device__ bool agrees(uint64_t entry) const {
+    const bool gives = block_.args.row_weights_grad != nullptr;
+    return !mine_.opens_ring || num_rows_ == 0 || ((entry & kEntryWantsGradients) != 0) == gives;
   }
 
   __device__ bool push(int at) {
@@ -196,6 +205,11 @@ class Pusher {
       const EpPhase phase = opens ? EP_PHASE_COMBINE_READY : EP_PHASE_COMBINE_CREDIT;
       here = wait_until(block_.context, group_.watch, credit_word(), credit_value(),
                         {mine_.source, phase, block_.channel});
+      if (here && !agrees(load_relaxed_sys(credit_word()))) {
+        file_fault(block_.context, {mine_.source, EP_PHASE_GRADIENTS, block_.channel}, 0, 0);
+        set_aborted(group_.watch);
+        here = false;
+      }
     }
     here = __all_sync(~0u, here);
     fence_proxy_async();

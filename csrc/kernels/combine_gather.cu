@@ -20,44 +20,21 @@
 //             G4 all lanes have read a stage -> __syncwarp -> the next load into it.
 // Failure     an expired wait files a fault; the block leaves, without loads in flight.
 #include "kernels/combine_gather.cuh"
+#include "kernels/ready.cuh"
 
 namespace ep {
 namespace {
 
-// Tells every peer where this launch's expert rows lie. Called by channel 0.
-__device__ void announce(const EpCombineArgs& args, const GatherShared& shared) {
-  const EpContext& context = args.context;
-  const Peers peers(context);
-  for (int rank = threadIdx.x; rank < context.shape.ep_size; rank += blockDim.x) {
-    EpReady* ready = peers.at<EpReady>(rank, context.window.gather_ready) + context.ep_rank;
-    ready->recv_x_offset = args.expert_out_offset;
-    ready->recv_weights_offset = args.row_weights_grad_offset;
-    store_release_sys(&ready->epoch, shared.watch.epoch);  // G1
-  }
+__device__ Entry entry_of(const EpCombineArgs& args) {
+  return {args.context.window.gather_ready, args.expert_out_offset, args.row_weights_grad_offset,
+          EP_PHASE_GATHER_READY, EP_PHASE_GRADIENTS};
 }
 
 // Waits until every peer's rows are complete; notes where they lie.
 __device__ bool wait_for_rows(const EpCombineArgs& args, int channel, GatherShared* shared) {
-  const EpContext& context = args.context;
-  const Peers peers(context);
-  EpReady* ready = peers.at<EpReady>(context.ep_rank, context.window.gather_ready);
-  bool entered = true;
-  for (int rank = threadIdx.x; rank < context.shape.ep_size && entered; rank += blockDim.x) {
-    if (!mutated(context, Mutation::kGatherSkipEntry)) {
-      entered = wait_until(context, &shared->watch, &ready[rank].epoch, shared->watch.epoch,
-                           {rank, EP_PHASE_GATHER_READY, channel});
-    }
-    const volatile EpReady& peer = ready[rank];
-    shared->rows_at[rank] = peers.at<char>(rank, peer.recv_x_offset);
-    const int64_t grads = peer.recv_weights_offset;
-    if (entered && (grads < 0) != (args.row_weights_grad_offset < 0)) {
-      file_fault(context, {rank, EP_PHASE_GRADIENTS, channel}, 0, 0);
-      set_aborted(&shared->watch);
-      entered = false;
-    }
-    shared->grads_at[rank] = grads < 0 ? nullptr : peers.at<float>(rank, grads);
-  }
-  const bool all = __syncthreads_and(entered ? 1 : 0) != 0;
+  const bool skip = mutated(args.context, Mutation::kGatherSkipEntry);
+  const bool all = wait_for_entries(args.context, entry_of(args), channel, skip, &shared->watch,
+                                    shared->rows_at, shared->grads_at);
   fence_proxy_async();  // G1
   return all;
 }
@@ -153,11 +130,11 @@ __device__ void gather(const EpCombineArgs& args, int channel, char* memory, Gat
     mbarrier_init(shared->full + threadIdx.x, 1);
     fence_mbarrier_init();
   }
-  begin_launch(args.context, kCombine, &shared->watch);
-  if (channel == 0) {
-    announce(args, *shared);
+  const bool works = begin_launch(args.context, kCombine, &shared->watch);
+  if (works && channel == 0) {
+    announce(args.context, entry_of(args), shared->watch.epoch);  // G1
   }
-  if (wait_for_rows(args, channel, shared)) {
+  if (works && wait_for_rows(args, channel, shared)) {
     if (mutated(args.context, Mutation::kGatherDoneFirst)) {
       publish_done(args, channel, *shared);
     }

@@ -34,8 +34,9 @@ __global__ void __launch_bounds__(32 * (EP_SEND_WARPS + kDuplicateWarps), 1)
   const int channels = world.rank[0].context.shape.num_channels;
   const EpDispatchArgs& args = world.rank[rank_of_block<kRanks>(channels)];
   OwnRows rows;
-  begin_launch(args.context, kDispatch, &shared.watch);
-  dispatch_channel(args, &rows, static_cast<int>(blockIdx.x) % channels, stages, &shared);
+  if (begin_launch(args.context, kDispatch, &shared.watch)) {
+    dispatch_channel(args, &rows, static_cast<int>(blockIdx.x) % channels, stages, &shared);
+  }
   end_launch(args.context, kDispatch, shared.watch);
 }
 

@@ -3,45 +3,13 @@
 #pragma once
 
 #include "kernels/dispatch_duplicate.cuh"
+#include "kernels/ready.cuh"
 
 namespace ep {
 
-// Tells every peer where this launch's rows start. Called by channel 0.
-__device__ inline void announce(const EpDispatchArgs& args, const DispatchShared& shared) {
-  const EpContext& context = args.context;
-  const Peers peers(context);
-  for (int rank = threadIdx.x; rank < context.shape.ep_size; rank += blockDim.x) {
-    EpReady* ready = peers.at<EpReady>(rank, context.window.dispatch_ready) + context.ep_rank;
-    ready->recv_x_offset = args.recv_x_offset;
-    ready->recv_weights_offset = args.recv_weights_offset;
-    store_release_sys(&ready->epoch, shared.watch.epoch);  // O3
-  }
-}
-
-// Waits until every peer has entered; notes where its rows start. The whole block calls, at one
-// place: there is a barrier of the block in it.
-__device__ inline bool wait_for_entry(const EpDispatchArgs& args, int channel,
-                                      DispatchShared* shared) {
-  const EpContext& context = args.context;
-  const Peers peers(context);
-  EpReady* ready = peers.at<EpReady>(context.ep_rank, context.window.dispatch_ready);
-  bool entered = true;
-  for (int rank = threadIdx.x; rank < context.shape.ep_size && entered; rank += blockDim.x) {
-    if (!mutated(context, Mutation::kDispatchSkipEntry)) {
-      entered = wait_until(context, &shared->watch, &ready[rank].epoch, shared->watch.epoch,
-                           {rank, EP_PHASE_DISPATCH_READY, channel});
-    }
-    const volatile EpReady& peer = ready[rank];
-    shared->rows_at[rank] = peers.at<char>(rank, peer.recv_x_offset);
-    const int64_t weights = peer.recv_weights_offset;
-    if (entered && (weights < 0) != (args.recv_weights_offset < 0)) {
-      file_fault(context, {rank, EP_PHASE_WEIGHTS, channel}, 0, 0);
-      set_aborted(&shared->watch);
-      entered = false;
-    }
-    shared->weights_at[rank] = weights < 0 ? nullptr : peers.at<float>(rank, weights);
-  }
-  return __syncthreads_and(entered ? 1 : 0) != 0;
+__device__ inline Entry entry_of(const EpDispatchArgs& args) {
+  return {args.context.window.dispatch_ready, args.recv_x_offset, args.recv_weights_offset,
+          EP_PHASE_DISPATCH_READY, EP_PHASE_WEIGHTS};
 }
 
 // Zeroes one row of this rank from a stage that holds zeros.
@@ -365,13 +333,15 @@ __device__ inline void dispatch_channel(const EpDispatchArgs& args, Rows* rows, 
   const Sender sender(args, channel, stages, shared);
   const int duplicator = sender.warp - sender.shape.warps;
   if (channel == 0) {
-    announce(args, *shared);
+    announce(args.context, entry_of(args), shared->watch.epoch);  // O3
   }
   if (duplicator < 0) {
     prepare(sender, rows);
   }
   // Once for all warps: the barrier in it is the block's.
-  const bool entered = wait_for_entry(args, channel, shared);
+  const bool skip = mutated(args.context, Mutation::kDispatchSkipEntry);
+  const bool entered = wait_for_entries(args.context, entry_of(args), channel, skip,  // O3
+                                        &shared->watch, shared->rows_at, shared->weights_at);
   if (duplicator < 0) {
     send(args, sender, rows, entered);
   } else if (entered) {

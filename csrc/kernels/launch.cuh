@@ -20,8 +20,11 @@ __device__ __forceinline__ int rank_of_block(int num_channels) {
   return kRanks == 1 ? 0 : static_cast<int>(blockIdx.x) / num_channels;
 }
 
-// Reads the epoch that this launch has and sets the deadline of its waits. All threads call it.
-__device__ inline void begin_launch(const EpContext& context, KernelId kernel, Watch* watch) {
+// Reads the epoch that this launch has and sets the deadline of its waits. False: the group has
+// failed, and what earlier launches have left, a plan above all, may be unfinished; the block leaves.
+// All threads call it and get the same answer.
+__device__ inline bool begin_launch(const EpContext& context, KernelId kernel, Watch* watch) {
+  bool works = true;
   if (threadIdx.x == 0) {
     const Peers peers(context);
     const LocalControl* local = peers.at<LocalControl>(context.ep_rank, context.window.local);
@@ -30,8 +33,9 @@ __device__ inline void begin_launch(const EpContext& context, KernelId kernel, W
     watch->deadline_ns = time_ns() + context.timeout_ns;
     watch->aborted = 0;
     test_stall(context);
+    works = !must_leave(context, watch);
   }
-  __syncthreads();
+  return __syncthreads_and(works ? 1 : 0) != 0;
 }
 
 // The last block to leave counts the launch. All threads call it, also after a fault.

@@ -90,14 +90,9 @@ __device__ inline int signal_channel(const RailView& view, const RailTask& task)
              : task.channel;
 }
 
-// Whether a launch may work: after a fault what earlier ones have left is stale. All threads call
-// it and get the same answer.
-__device__ inline bool may_work(const RailView& view, Watch* watch) {
-  return __syncthreads_and(threadIdx.x != 0 || !must_leave(view.context, watch) ? 1 : 0) != 0;
-}
-
-// Epochs of the rails' own kernels, as begin_launch has them for the others; then may_work().
+// begin_launch for the rails' own kernels, which have epochs of their own.
 __device__ inline bool begin_rail(const RailView& view, RailKernelId kernel, Watch* watch) {
+  bool works = true;
   if (threadIdx.x == 0) {
     const auto* control = view.local<RailControl>(view.layout.control);
     watch->epoch = load_relaxed_sys(&control->epoch[kernel]) + 1;
@@ -105,8 +100,9 @@ __device__ inline bool begin_rail(const RailView& view, RailKernelId kernel, Wat
     watch->deadline_ns = time_ns() + view.context.timeout_ns;
     watch->aborted = 0;
     test_stall(view.context);
+    works = !must_leave(view.context, watch);
   }
-  return may_work(view, watch);
+  return __syncthreads_and(works ? 1 : 0) != 0;
 }
 
 // A fault that a block has met reaches all of this domain and the rail's ranks in the others; once a

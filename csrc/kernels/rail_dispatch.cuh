@@ -111,9 +111,8 @@ __device__ void rail_dispatch_block(const EpRailDispatchArgs& args, int block, c
   const int putting = args.rail.num_blocks;
   Watch* watch = &shared->watch;
   const RoleClock clock(view, kRolesOfDispatch, block);
-  begin_launch(context, kDispatch, watch);
+  const bool works = begin_launch(context, kDispatch, watch);
   clock.begin();
-  const bool works = may_work(view, watch);
   if (works && block < channels) {
     if (mutated(context, Mutation::kRailSkipEntry)) {
       test_stall(context);  // so that the next records find these unread

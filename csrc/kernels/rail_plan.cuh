@@ -79,9 +79,9 @@ __device__ inline void pack_part(const ExchangeBlock& block, int* bad_slot) {
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    *reinterpret_cast<RailTopkHeader*>(part) = {static_cast<int32_t>(args.num_tokens),
-                                                args.num_topk, args.alignment,
-                                                *bad_slot == INT32_MAX ? -1 : *bad_slot};
+    *reinterpret_cast<RailTopkHeader*>(part) = {
+        static_cast<int32_t>(args.num_tokens), args.num_topk, args.alignment,
+        *bad_slot == INT32_MAX ? -1 : *bad_slot, args.history};
   }
   __syncthreads();
 }
@@ -115,8 +115,12 @@ __device__ void exchange_parts(const ExchangeBlock& block, const Net& net) {
   puts.finish();
 }
 
-// Turns a segment's part into virtual tokens, and counts its experts. After a fault there are none:
-// route runs nevertheless, and must not find what is no routing.
+// Tokens of a segment; none where a token has another number of slots, which segment_word() refuses.
+__device__ inline int64_t tokens_of(const ExchangeBlock& block, const RailTopkHeader* header) {
+  return __ldcg(&header->num_topk) == block.args.num_topk ? __ldcg(&header->num_tokens) : 0;
+}
+
+// Turns a segment's part into virtual tokens, and counts its experts.
 __device__ inline void expand_part(const ExchangeBlock& block, int segment, int32_t* histogram) {
   const EpRailPlanArgs& args = block.args;
   const int num_experts = args.context.shape.num_experts;
@@ -126,8 +130,7 @@ __device__ inline void expand_part(const ExchangeBlock& block, int segment, int3
   const auto* words = reinterpret_cast<const uint16_t*>(part + sizeof(RailTopkHeader));
   auto* to = block.view.local<int64_t>(block.view.layout.virtual_topk) +
              (segment * args.rail.max_tokens + block.first) * num_topk;
-  const int64_t num_tokens = block.watch->aborted != 0 ? 0 : __ldcg(&header->num_tokens);
-  const int64_t given = max_of(0, min_of(block.end, num_tokens) - block.first);
+  const int64_t given = max_of(0, min_of(block.end, tokens_of(block, header)) - block.first);
   for (int expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
     histogram[expert] = 0;
   }
@@ -176,7 +179,8 @@ __device__ void rail_exchange(const EpRailPlanArgs& args, int channel, int32_t* 
     }
   }
   __syncthreads();
-  for (int segment = 0; segment < args.rail.num_domains; ++segment) {
+  const bool here = works && !is_aborted(*watch);
+  for (int segment = 0; here && segment < args.rail.num_domains; ++segment) {
     expand_part(block, segment, histogram);
   }
   tell_rails(view, net, *watch);
@@ -232,7 +236,7 @@ struct CountsBlock {
   int channel, num_experts, num_channels, local_ranks, num_domains, num_ranks, my_rank;
 };
 
-// What follows the counts of a segment.
+// What follows the counts of a segment: its tokens, its alignment, and whether it is refused.
 __device__ inline int segment_word(const CountsBlock& block, int segment, int word) {
   const RailTopkHeader* first = block.header(segment, 0);
   if (word == 0) {
@@ -241,7 +245,8 @@ __device__ inline int segment_word(const CountsBlock& block, int segment, int wo
   if (word == 1) {
     return first->alignment;
   }
-  int bad = 0;
+  const EpRailPlanArgs& args = block.args;
+  int bad = first->num_topk != args.num_topk || first->history != args.history ? 1 : 0;
   for (int part = 0; part < block.num_channels; ++part) {
     bad |= block.header(segment, part)->bad_slot >= 0 ? 1 : 0;
   }

@@ -234,15 +234,16 @@ __device__ void route(const EpRouteArgs& args, int channel, char* shared, Watch*
   const RouteBlock block(args, channel, shared, watch);
   const TileIds ids = fetch_tile(block, block.first_slot, block.slots_at(block.first_slot));
   load_tables(block);
-  begin_launch(args.context, kRoute, watch);
-  if (mutated(args.context, Mutation::kRouteSkipGrid) && channel == block.num_channels - 1) {
-    test_stall(args.context);
-  }
-  number_block(block, ids);
-  if (grid_barrier(block)) {
-    exchange(block);
-    if (wait_for_peers(block)) {
-      finish_route(block);
+  if (begin_launch(args.context, kRoute, watch)) {
+    if (mutated(args.context, Mutation::kRouteSkipGrid) && channel == block.num_channels - 1) {
+      test_stall(args.context);
+    }
+    number_block(block, ids);
+    if (grid_barrier(block)) {
+      exchange(block);
+      if (wait_for_peers(block)) {
+        finish_route(block);
+      }
     }
   }
   end_launch(args.context, kRoute, *watch);
@@ -261,7 +262,11 @@ __global__ void __launch_bounds__(kRouteThreads, 1)
 }  // namespace
 
 cudaError_t launch_route(const EpRouteArgs* ranks, int num_ranks, cudaStream_t stream) {
-  const LaunchShape shape = {kRouteThreads, route_shared_bytes(ranks[0].context)};
+  int64_t shared_bytes = 0;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    shared_bytes = max_of(shared_bytes, route_shared_bytes(ranks[rank].context));
+  }
+  const LaunchShape shape = {kRouteThreads, shared_bytes};
   return num_ranks == 1 ? launch_with<EpRouteArgs, 1>(route_kernel<1>, ranks, 1, shape, stream)
                         : launch_with<EpRouteArgs, EP_WORLD_RANKS>(route_kernel<EP_WORLD_RANKS>,
                                                                    ranks, num_ranks, shape, stream);
