@@ -152,6 +152,49 @@ def weights_on_some(process_group: dist.ProcessGroup, case: Case, who_lacks: int
     return told._replace(differ=rounds_differ(process_group, case))
 
 
+def gradients_on_some(process_group: dist.ProcessGroup, case: Case, who_lacks: int) -> Told:
+    """One rank gives no gradients of weights to a combine."""
+    group = EPGroup.create(process_group, case.config("device"))
+    given = inputs(case, group.ep_rank)
+    plan = group.plan(given.topk_idx)
+    rows, weights = group.dispatch(plan, given.x, given.weights)
+    backend: Any = group._backend  # autograd gives them on all ranks whose dispatch had weights
+    gradients = None if group.ep_rank == who_lacks else weights
+    told = _told_of(process_group, group, lambda: backend.combine(plan, rows, gradients))
+    return told._replace(differ=rounds_differ(process_group, case))
+
+
+def calls_behind_a_missing_plan(process_group: dist.ProcessGroup, case: Case) -> Waited:
+    """The last rank misses a plan; the others go on, as the host waits for nothing."""
+    group = EPGroup.create(process_group, case.config("device"))
+    given = inputs(case, group.ep_rank)
+    x, weights = given.x.requires_grad_(), given.weights.requires_grad_()
+
+    def layer() -> None:
+        plan = group.plan(given.topk_idx)
+        rows, row_weights = group.dispatch(plan, x, weights)
+        assert row_weights is not None
+        out = group.combine(plan, (rows * row_weights.unsqueeze(1)).to(rows.dtype))
+        out.backward(torch.ones_like(out))
+
+    layer()
+    torch.cuda.synchronize()
+    process_group.barrier().wait()
+    start = time.monotonic()
+    seconds, peer, phase = 0.0, -1, ""
+    if group.ep_rank != group.ep_size - 1:
+        try:
+            layer()
+            torch.cuda.synchronize()
+            group.check()
+        except EpTimeoutError as error:
+            seconds, peer, phase = time.monotonic() - start, error.peer, error.phase
+    torch.cuda.synchronize()
+    process_group.barrier().wait()
+    group.close(failed=True)
+    return Waited(seconds, peer, phase, rounds_differ(process_group, case))
+
+
 def _fill_heap(group: EPGroup) -> list[Tensor]:
     """Take output memory of this rank alone, until there is none."""
     backend: Any = group._backend

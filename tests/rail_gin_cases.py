@@ -22,7 +22,7 @@ from device_cases import (
 )
 from loopback_rma import Plugin
 
-from ep_dispatcher import ConfigError, EpConfig, EPGroup, EpTimeoutError, Plan
+from ep_dispatcher import AgreementError, ConfigError, EpConfig, EPGroup, EpTimeoutError, Plan
 from ep_dispatcher.device import DeviceBackend
 from ep_dispatcher.memory import persistent_bytes
 
@@ -194,6 +194,24 @@ def lagging_domain(process_group: dist.ProcessGroup, case: RailCase, lag_s: floa
     except EpTimeoutError as raised:
         error = raised
     return _after(process_group, case, group, time.monotonic() - start, error)
+
+
+def weights_in_one_domain(
+    process_group: dist.ProcessGroup, case: RailCase
+) -> tuple[str, list[str]]:
+    """Only the first domain passes weights; what the next plan raises, and what differs after."""
+    group = EPGroup.create(process_group, case.config("device"))
+    given = inputs(case, group.ep_rank)
+    plan = group.plan(given.topk_idx)
+    first = group.topology.domain_of(group.ep_rank) == 0
+    group.dispatch(plan, given.x, given.weights if first else None)
+    message = ""
+    try:
+        group.plan(given.topk_idx)
+    except AgreementError as error:
+        message = str(error)
+    group.close(failed=bool(message))
+    return message, rounds_differ(process_group, case)
 
 
 def _after(

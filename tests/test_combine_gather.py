@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
 from kernel_world import (
+    FORMS,
     check_round,
     check_sums,
     combine,
@@ -14,16 +16,19 @@ from kernel_world import (
     new_round,
     new_world,
     route,
+    routing_of,
     set_timeout,
     small,
     with_small,
 )
+from torch import Tensor
 
 from ep_dispatcher.bench.one_gpu import OneGpuWorld
+from ep_dispatcher.bench.one_gpu_spec import Round, make_round
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.fault]
 
-GATHER_READY, GATHER_DONE = 9, 10  # EpPhase
+GATHER_READY, GATHER_DONE, GRADIENTS = 9, 10, 20  # EpPhase
 LATE_RANK = 3
 
 
@@ -111,6 +116,53 @@ def test_a_rank_that_never_calls_is_named() -> None:
     assert {(fault.peer, fault.phase) for fault in filed} == {(LATE_RANK, GATHER_READY)}
     fresh = new_world()
     check_round(fresh, new_round(fresh))
+
+
+def _combine_without_gradients(
+    world: OneGpuWorld, work: Round, form: str, lacking: set[int]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Combine where some ranks neither give gradients of weights nor want them."""
+    plans = route(world, work)
+    rows, row_grads = world.place_rows(work.expert_out, work.row_grads)
+    out = [torch.full_like(x, float("nan")) for x in work.x]
+    grads = [torch.full_like(weights, float("nan")) for weights in work.topk_weights]
+    calls: list[Any] = world.combine_calls(plans, rows, out, row_grads, grads, form)
+    for rank in lacking:
+        calls[rank].row_weights_grad = calls[rank].weights_grad = 0
+        calls[rank].row_weights_grad_offset = -1
+    torch.cuda.synchronize()
+    world.launch("combine", calls)
+    torch.cuda.synchronize()
+    return out, grads
+
+
+@small
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("lacking", [{LATE_RANK}, {0, 1, 2}], ids=["one_lacks", "one_gives"])
+def test_gradients_on_some_ranks_only_are_told_on_all(form: str, lacking: set[int]) -> None:
+    """Long before the deadline; one of the two ranks gave them, the other did not."""
+    world = new_world(timeout_s=30.0)
+    work = new_round(world, "uniform")
+    check_round(world, work)
+    start = time.monotonic()
+    _combine_without_gradients(world, work, form, lacking)
+    assert time.monotonic() - start < 15.0  # also under compute-sanitizer
+    for fault in map(world.fault, range(4)):
+        assert fault.filed
+        assert fault.phase == GRADIENTS
+        assert (fault.rank in lacking) != (fault.peer in lacking)
+    fresh = new_world()
+    check_round(fresh, new_round(fresh))
+
+
+@small
+def test_a_rank_that_shares_no_record_may_give_no_gradients() -> None:
+    """Pushing: it has neither tokens nor rows, so that nobody asks it for any."""
+    world = new_world()
+    work = make_round(world, routing_of("uniform", [24, 24, 24, 0], 4, 12))  # experts of ranks 0-2
+    sums = _combine_without_gradients(world, work, "push", {LATE_RANK})
+    assert not any(world.fault(rank).filed for rank in range(4))
+    check_sums(work, sums)
 
 
 def test_a_rank_that_stalls_while_it_reads_is_named() -> None:

@@ -231,3 +231,27 @@ def test_weights_on_some_ranks_only_are_told_on_all(world: ProcessWorld, mode: C
         assert "pass them on all ranks or on none" in told.message
         assert told.seconds < 5
         assert not told.differ
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("form", ["push", "gather"])
+def test_gradients_on_some_ranks_only_are_told_on_all(world: ProcessWorld, form: str) -> None:
+    """As weights; the deadline is not waited for."""
+    for told in world.run(faults.gradients_on_some, Case(timeout_s=30.0, combine=form), 0):
+        assert told.kind == "AgreementError"
+        assert "give them on all ranks or on none" in told.message
+        assert told.seconds < 5
+        assert not told.differ
+
+
+@pytest.mark.fault
+def test_calls_behind_a_plan_that_a_rank_missed_leave(world: ProcessWorld) -> None:
+    """In static mode nobody looks between a plan and what uses it."""
+    case = replace(STATIC, timeout_s=1.0)
+    *others, last = world.run(faults.calls_behind_a_missing_plan, case)
+    for waited in others:
+        assert waited.phase.startswith("route")
+        assert waited.seconds < case.timeout_s + 1
+        assert not waited.differ
+    assert len(others) in {waited.peer for waited in others}
+    assert not last.differ

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from kernel_world import (
+    FORMS,
     check_plans,
     check_round,
     check_rows,
@@ -95,6 +97,77 @@ def test_a_rank_past_the_deadline_is_named_and_one_before_it_is_not(name: str) -
     torch.cuda.synchronize()
     filed = [fault for fault in map(world.fault, range(LATE_RANK)) if fault.filed]
     assert LATE_RANK in {fault.peer for fault in filed}
+
+
+_GARBAGE = 1 << 30  # as a row, a rank or a slot: far outside all memory
+
+
+def _late_or_missing(world: OneGpuWorld, calls: list[Any], *, late: bool) -> list[Any]:
+    """Calls of which the last rank's is made past the deadline, or not at all."""
+    if not late:
+        return calls[:LATE_RANK]
+    context = calls[LATE_RANK].context
+    context.test_delay_us = 700_000
+    calls[LATE_RANK].context = context
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("failed", "late", "streams"),
+    [
+        pytest.param("route", False, False, marks=small),
+        pytest.param("combine", False, False, marks=small),
+        ("route", True, False),
+        ("route", False, True),
+        ("route", True, True),
+        ("combine", False, True),
+    ],
+)
+def test_launches_behind_a_failed_one_write_nothing(failed: str, late: bool, streams: bool) -> None:
+    """Their plan would lead outside all memory."""
+    if streams:  # kernels of a single rank are loaded
+        alone = new_world(mutations=late, ep_size=1)
+        check_round(alone, new_round(alone), streams=True)
+    world = new_world(mutations=late)
+    work = new_round(world, "uniform")
+    check_round(world, work, streams=streams)
+    good = route(world, work)
+    bad = [world.new_plan(rank, *topk.shape) for rank, topk in enumerate(work.topk_idx)]
+    for plan in bad:
+        for tensor in plan.tensors.values():
+            tensor.fill_(_GARBAGE)
+    outputs = world.new_outputs(work.rows, weights=True)
+    rows, row_grads = world.place_rows(work.expert_out, work.row_grads)
+    out = [torch.full_like(x, float("nan")) for x in work.x]
+    grads = [torch.full_like(weights, float("nan")) for weights in work.topk_weights]
+    torch.cuda.synchronize()
+    set_timeout(world, 0.2)
+    planning = world.route_calls(bad, work.topk_idx)
+    combining = [world.combine_calls(bad, rows, out, row_grads, grads, form) for form in FORMS]
+    first = planning if failed == "route" else world.combine_calls(good, work.expert_out, out)
+    behind = [("route", world.route_calls(bad, work.topk_idx))] if failed == "combine" else []
+    behind.append(("dispatch", world.dispatch_calls(bad, work.x, work.topk_weights, outputs)))
+    behind += [("combine", calls) for calls in combining]
+    first = _late_or_missing(world, first, late=late)
+    world.launch(failed, first, streams=streams)
+    for name, calls in behind:
+        world.launch(name, calls[: len(first)], streams=streams)
+    torch.cuda.synchronize()
+    faults = [fault for fault in map(world.fault, range(LATE_RANK)) if fault.filed]
+    phases = {ROUTE_COUNTS} if failed == "route" else {COMBINE_READY, COMBINE_PARTIAL}
+    assert LATE_RANK in {fault.peer for fault in faults}
+    assert {fault.phase for fault in faults} <= phases
+    for output in outputs:
+        for written in output:
+            assert written is not None
+            assert bool((written.view(torch.uint8) == 0xDE).all())
+    assert all(bool(tensor.isnan().all()) for tensor in grads)
+    if failed == "route":
+        assert all(bool(tensor.isnan().all()) for tensor in out)
+    else:
+        assert all(bool((t == _GARBAGE).all()) for plan in bad for t in plan.tensors.values())
+    fresh = new_world()
+    check_round(fresh, new_round(fresh))
 
 
 @pytest.mark.parametrize("seed", with_small(range(8), [0]))

@@ -260,6 +260,34 @@ def test_a_bad_expert_is_named_in_every_domain() -> None:
     check_rail_round(world, new_rail_round(world, "uniform"))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "odd", "refused"),
+    [
+        ("history", 7, (2, 3), [2, 2, 0, 0]),
+        ("history", 7, (3,), [3, 3, 1, 1]),
+        ("num_topk", 1, (2, 3), [2, 2, 0, 0]),
+    ],
+)
+def test_a_plan_refuses_a_rank_of_another_domain_that_differs(
+    field: str, value: int, odd: tuple[int, ...], refused: list[int]
+) -> None:
+    """Each domain names the first rank of the other one that differs from its rail's."""
+    world = new_rail_world(2, 2, num_topk=2)
+    work = new_rail_round(world, "uniform")
+    plans = [world.new_rail_plan(rank, *topk.shape) for rank, topk in enumerate(work.topk_idx)]
+    planning = world.rail_plan_calls(plans, work.topk_idx)
+    for rank in odd:
+        setattr(planning[rank], field, value)
+    world.launch("rail_exchange", planning)
+    world.launch("rail_counts", planning)
+    world.launch("route", world.virtual_route_calls(plans))
+    no_faults(world)
+    letters = [world.mailbox(one.virtual) for one in plans]
+    assert [letter.refused_rank for letter in letters] == refused
+    assert {letter.bad_token for letter in letters} == {-1}
+    check_rail_round(world, new_rail_round(world, "uniform"))
+
+
 def _mutate(world: RailWorld, mutation: int) -> None:
     for rank, context in enumerate(world.contexts):
         context.test_mutation = mutation
