@@ -62,3 +62,10 @@ def test_a_domain_past_the_deadline_is_told_and_a_new_group_works(domains: Domai
     last = set(range(domains.num_ranks - domains.domain_size, domains.num_ranks))
     answers = domains.run(cases.lagging_domain, case, 1.5 * DEADLINE_S)
     check_told(domains, answers, last)
+
+
+def test_weights_in_one_domain_only_are_told_by_the_next_plan(domains: Domains) -> None:
+    answers = domains.run(cases.weights_in_one_domain, domains.case(timeout_s=DEADLINE_S))
+    for message, differ in answers:
+        assert "whether it passed topk_weights to an earlier dispatch" in message
+        assert not differ
