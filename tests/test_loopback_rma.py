@@ -298,6 +298,18 @@ def test_a_folder_without_room_names_what_is_needed(
     assert "LOOPBACK_RMA_FOLDER" in capfd.readouterr().err
 
 
+def test_a_peer_that_never_comes_leaves_nothing_behind(
+    plugin: Plugin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The segment of the rank that waited in vain goes with it."""
+    monkeypatch.setenv("LOOPBACK_RMA_FOLDER", str(tmp_path))
+    monkeypatch.setenv("LOOPBACK_RMA_TIMEOUT_S", "1")
+    here, absent = Rank(plugin, 1), Rank(plugin, 1)
+    with pytest.raises(PluginError):
+        here.connect([here.handle, absent.handle], 0)
+    assert not list(tmp_path.iterdir())
+
+
 def test_nothing_is_left_in_shared_memory(plugin: Plugin, pair: list[Rank]) -> None:
     """Not even while ranks are connected, so that a killed process leaves nothing behind."""
     assert plugin.rows() == []

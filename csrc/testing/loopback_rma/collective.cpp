@@ -78,7 +78,6 @@ void Collective::connect(const std::vector<Handle>& handles) {
   const uint64_t deadline = time_us() + static_cast<uint64_t>(wire_.settings.timeout_s) * 1000000;
   while (wire_.own().header().attached.load() < handles.size()) {
     if (time_us() > deadline) {
-      wire_.own().unlink();
       throw Refusal("only " + std::to_string(wire_.own().header().attached.load()) + " of " +
                     std::to_string(handles.size()) + " ranks connected in time");
     }

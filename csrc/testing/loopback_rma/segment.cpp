@@ -82,10 +82,17 @@ Segment Segment::create(const std::string& path, int num_ranks, const Settings& 
   const size_t bytes = segment_size(num_ranks, settings);
   check_room(settings, bytes);
   const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-  if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) {
+  if (file < 0) {
     throw Refusal("could not make " + path + ": " + std::strerror(errno));
   }
-  Segment segment(path, map_file(file, path, bytes), bytes);
+  Segment segment(path, nullptr, bytes);
+  segment.named_ = true;
+  if (ftruncate(file, static_cast<off_t>(bytes)) != 0) {
+    const int error = errno;
+    close(file);
+    throw Refusal("could not make " + path + ": " + std::strerror(error));
+  }
+  segment.data_ = map_file(file, path, bytes);
   auto* header = new (segment.data_) SegmentHeader{};  // a new file is all zero: slots are free
   header->num_ranks = static_cast<uint32_t>(num_ranks);
   header->num_slots = static_cast<uint32_t>(settings.slots);
@@ -133,10 +140,12 @@ Segment& Segment::operator=(Segment&& other) noexcept {
   std::swap(path_, other.path_);
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
+  std::swap(named_, other.named_);
   return *this;
 }
 
 Segment::~Segment() {
+  unlink();
   if (data_ != nullptr) {
     munmap(data_, bytes_);
   }
@@ -160,8 +169,11 @@ char* Segment::payload(int source, int index) const {
   return reinterpret_cast<char*>(&slot(source, index)) + sizeof(Slot);
 }
 
-void Segment::unlink() const {
-  ::unlink(path_.c_str());
+void Segment::unlink() {
+  if (named_) {
+    named_ = false;
+    ::unlink(path_.c_str());
+  }
 }
 
 }  // namespace loopback_rma

@@ -87,7 +87,8 @@ class Segment {
   void* lane(int source) const;
   size_t lane_bytes() const;
 
-  void unlink() const;
+  // Takes the file's name away; the memory stays. An owner that ends before does it too.
+  void unlink();
 
  private:
   Segment(std::string path, void* data, size_t bytes);
@@ -95,6 +96,7 @@ class Segment {
   std::string path_;
   void* data_ = nullptr;
   size_t bytes_ = 0;
+  bool named_ = false;  // by this owner, and still
 };
 
 }  // namespace loopback_rma
