@@ -16,6 +16,11 @@ EpStatus refuse(const std::string& message);
 // The status of a launch; keeps what CUDA says.
 EpStatus note_launch(cudaError_t result);
 
+// A rank whose routing is refused takes part in the plan with an alignment that no other has asked
+// for, so that all hear of it.
+constexpr int64_t kRefusedAlignment = 4095;
+constexpr int64_t kMaxAlignment = 4096;
+
 // Notes the first value that is out of range.
 class Checker {
  public:
@@ -37,6 +42,24 @@ class Checker {
   void zero(const char* name, int64_t value) {
     if (value != 0) {
       fail(std::string(name) + " is " + std::to_string(value) + "; it must be 0");
+    }
+  }
+
+  void null(const char* name, const void* value) {
+    if (value != nullptr) {
+      fail(std::string(name) + " is " +
+           std::to_string(static_cast<int64_t>(reinterpret_cast<uintptr_t>(value))) +
+           "; it must be NULL");
+    }
+  }
+
+  // Of an alignment of rows: what Python lets users ask for, and the refusal's own.
+  void alignment(int64_t value) {
+    const bool power = value > 0 && (value & (value - 1)) == 0;
+    if (value != kRefusedAlignment && (value < 1 || value > kMaxAlignment || !power)) {
+      fail("alignment is " + std::to_string(value) + "; it must be a power of two in [1, " +
+           std::to_string(kMaxAlignment) + "], or " + std::to_string(kRefusedAlignment) +
+           " on a rank that refuses its routing");
     }
   }
 
@@ -77,5 +100,8 @@ constexpr int kLongAlignment = 8;
 void check_shape(Checker* check, const EpWindowShape& shape);
 void check_context(Checker* check, const EpContext& context);
 void check_plan(Checker* check, const EpContext& context, const EpPlan& plan);
+
+// Of two ranks of one launch: different ranks, whose windows are laid out alike.
+void check_pair(Checker* check, const EpContext& context, const EpContext& earlier);
 
 }  // namespace ep

@@ -39,6 +39,7 @@ namespace {
 constexpr int64_t kMaxBytes = int64_t{1} << 46;  // of a window and what lies behind it
 constexpr uint64_t kMaxTimeoutNs = INT64_MAX;
 constexpr int kEntryBits = 32;
+constexpr int kFirstRankEnd = 65535;  // a rank and one more travel in 16 bits of an error word
 
 }  // namespace
 
@@ -71,6 +72,7 @@ void check_context(Checker* check, const EpContext& context) {
   if (!check->ok()) {
     return;  // neither a layout nor a number of windows
   }
+  check->range("first_rank", context.first_rank, 0, kFirstRankEnd - context.shape.ep_size);
   check->zero("context.reserved", context.reserved);
   const EpWindowLayout layout = make_window_layout(context.shape);
   static_assert(std::has_unique_object_representations_v<EpWindowLayout>);  // no padding
@@ -111,13 +113,29 @@ void check_plan(Checker* check, const EpContext& context, const EpPlan& plan) {
   check->pointer("plan.source_tokens", plan.source_tokens, true);
 }
 
+void check_pair(Checker* check, const EpContext& context, const EpContext& earlier) {
+  const EpWindowShape& shape = context.shape;
+  check->equal("ep_size", shape.ep_size, earlier.shape.ep_size);
+  check->equal("num_experts", shape.num_experts, earlier.shape.num_experts);
+  check->equal("shape.num_topk", shape.num_topk, earlier.shape.num_topk);
+  check->equal("num_channels", shape.num_channels, earlier.shape.num_channels);
+  check->equal("ring_depth", shape.ring_depth, earlier.shape.ring_depth);
+  check->equal("max_tokens", shape.max_tokens, earlier.shape.max_tokens);
+  check->equal("partial_bytes", shape.partial_bytes, earlier.shape.partial_bytes);
+  const int64_t rank = int64_t{context.first_rank} + context.ep_rank;
+  if (rank == int64_t{earlier.first_rank} + earlier.ep_rank) {
+    check->fail("first_rank + ep_rank is " + std::to_string(rank) +
+                " on two ranks of a launch; give each of its ranks its own context");
+  }
+}
+
 namespace {
 
 void check_call(Checker* check, const EpRouteArgs& args) {
   check_context(check, args.context);
   check_plan(check, args.context, args.plan);
   check->pointer("topk_idx", args.topk_idx, args.plan.num_tokens > 0, kLongAlignment);
-  check->range("alignment", args.alignment, 1, 4096);
+  check->alignment(args.alignment);
   check->range("capacity_rows", args.capacity_rows, -1, kMaxRows);
   check->range("only_refusals", args.only_refusals, 0, 1);
   check->pointer("mailbox", args.mailbox, false, kLongAlignment);
@@ -151,6 +169,59 @@ void check_call(Checker* check, const EpDispatchArgs& args) {
   check->zero("reserved", args.reserved);
 }
 
+// Of rows in the own window that peers read. How many there are only the device knows: a rank
+// without rows may name any place, and 0 is the one that needs no heap.
+void check_rows_at(Checker* check, const EpContext& context, const char* name, int64_t offset,
+                   int64_t alignment) {
+  if (offset != 0) {
+    check->range((std::string(name) + " (0 without rows)").c_str(), offset,
+                 context.window.total_bytes, kMaxBytes);
+    check->multiple(name, offset, alignment);
+  }
+}
+
+void check_gather(Checker* check, const EpCombineArgs& args) {
+  check_rows_at(check, args.context, "expert_out_offset", args.expert_out_offset, kRowAlignment);
+  if (args.row_weights_grad_offset != -1) {
+    check_rows_at(check, args.context, "row_weights_grad_offset", args.row_weights_grad_offset, 4);
+  } else if (args.weights_grad != nullptr) {
+    check->fail("row_weights_grad_offset is -1 but weights_grad is not NULL; give both or none");
+  }
+}
+
+// Where sums of several domains' tokens go. After the sizes.
+void check_segments(Checker* check, const EpCombineArgs& args, int element_bytes) {
+  const int64_t tokens = args.plan.num_tokens;
+  check->range("segment_tokens", args.segment_tokens, 0, args.context.shape.max_tokens);
+  if (args.segment_tokens <= 0) {
+    check->zero("home_segment", args.home_segment);
+    check->zero("segment_stride", args.segment_stride);
+    check->null("segment_out", args.segment_out);
+    check->null("own_out", args.own_out);
+    return;
+  }
+  if (args.form != EP_COMBINE_PUSH) {
+    check->fail("form is EP_COMBINE_GATHER with segment_tokens; it must be EP_COMBINE_PUSH");
+  }
+  check->range("plan.num_tokens (with segment_tokens)", tokens, args.segment_tokens, kMaxTokens);
+  check->multiple("plan.num_tokens (with segment_tokens)", tokens, args.segment_tokens);
+  const int64_t segments = tokens / args.segment_tokens;
+  check->range("home_segment", args.home_segment, 0, segments > 1 ? segments - 1 : 0);
+  const bool wide = args.exact != 0 && args.dtype != EP_FLOAT32;
+  const int64_t grad_bytes = args.weights_grad == nullptr ? 0 : 4 * int64_t{args.plan.num_topk};
+  const int64_t sum_bytes = args.hidden * (wide ? 4 : element_bytes);
+  if (segments > 1) {
+    check->range("segment_stride", args.segment_stride, sum_bytes + grad_bytes, kMaxBytes);
+  }
+  check->multiple("segment_stride", args.segment_stride, kRowAlignment);
+  check->pointer("segment_out", args.segment_out, segments > 1, kRowAlignment);
+  if (wide) {
+    check->pointer("own_out", args.own_out, true, kRowAlignment);
+  } else {
+    check->null("own_out", args.own_out);
+  }
+}
+
 void check_call(Checker* check, const EpCombineArgs& args) {
   check_context(check, args.context);
   check_plan(check, args.context, args.plan);
@@ -158,14 +229,7 @@ void check_call(Checker* check, const EpCombineArgs& args) {
   check->pointer("out", args.out, args.plan.num_tokens > 0, kRowAlignment);
   check->range("form", args.form, EP_COMBINE_PUSH, EP_COMBINE_GATHER);
   if (args.form == EP_COMBINE_GATHER) {
-    check->range("expert_out_offset", args.expert_out_offset, 0, kMaxBytes);
-    check->multiple("expert_out_offset", args.expert_out_offset, kRowAlignment);
-    check->range("row_weights_grad_offset", args.row_weights_grad_offset, -1, kMaxBytes);
-    if (args.row_weights_grad_offset >= 0) {
-      check->multiple("row_weights_grad_offset", args.row_weights_grad_offset, 4);
-    } else if (args.weights_grad != nullptr) {
-      check->fail("row_weights_grad_offset is -1 but weights_grad is not NULL; give both or none");
-    }
+    check_gather(check, args);
   }
   check->range("dtype", args.dtype, EP_BFLOAT16, EP_FLOAT32);
   check->range("exact", args.exact, 0, 1);
@@ -183,6 +247,7 @@ void check_call(Checker* check, const EpCombineArgs& args) {
   if (args.row_weights_grad != nullptr) {
     check->pointer("weights_grad", args.weights_grad, args.plan.num_tokens > 0);
   }
+  check_segments(check, args, element_bytes);
 }
 
 // What decides the shape of a launch is equal for all ranks in it.
@@ -198,6 +263,7 @@ void check_alike(Checker* check, const EpCombineArgs& args, const EpCombineArgs&
   check->equal("dtype", args.dtype, first.dtype);
   check->equal("exact", args.exact, first.exact);
   check->equal("form", args.form, first.form);
+  check->equal("segment_tokens", args.segment_tokens, first.segment_tokens);
 }
 
 template <class Args>
@@ -213,8 +279,9 @@ EpStatus run(const Args* ranks, int num_ranks, void* stream,
   Checker check;
   for (int rank = 0; rank < num_ranks; ++rank) {
     check_call(&check, ranks[rank]);
-    check.equal("num_channels", ranks[rank].context.shape.num_channels,
-                ranks[0].context.shape.num_channels);
+    for (int earlier = 0; earlier < rank; ++earlier) {
+      check_pair(&check, ranks[rank].context, ranks[earlier].context);
+    }
     check_alike(&check, ranks[rank], ranks[0]);
   }
   if (check.status() != EP_OK) {
