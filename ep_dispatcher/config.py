@@ -112,7 +112,9 @@ class Tuning:
     Attributes:
         num_sms: SM budget, the blocks that communication kernels may hold on each rank; over
             several domains those of the rails come on top (`rail_memory.rail_blocks`).
-        chunk_tokens: tokens that travel under one flag.
+        chunk_tokens: tokens that travel under one flag. No tier reads it now: the device tier's
+            chunks have the size that its kernels were compiled with. A group that is given another
+            value than the default warns of it.
         timeout_s: device tier: deadline of every wait; past it EpTimeoutError is raised. The
             reference tier waits as long as its process group was told to.
         duplicates: device tier: who makes the second and further copies of a token that go to one

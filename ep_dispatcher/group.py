@@ -14,7 +14,7 @@ from ep_dispatcher import device, ops, rail_device, ranges, validate
 from ep_dispatcher.agreement import check_equal_configs, config_values, gather_json
 from ep_dispatcher.backend import Backend
 from ep_dispatcher.collectives import Collectives
-from ep_dispatcher.config import EpConfig, Topology, check_alignment
+from ep_dispatcher.config import EpConfig, Topology, Tuning, check_alignment
 from ep_dispatcher.errors import (
     ClosedError,
     ConfigError,
@@ -77,18 +77,12 @@ class EPGroup:
         Raises:
             AgreementError: configs differ; names the rank, the field and both values.
             ConfigError: no EpConfig, or one that does not fit the number of ranks.
+            TypeError: process_group is no group, or one that this rank is not a member of.
             UnavailableError: tier "device" was asked for and a rank lacks something; says what.
         """
         if not isinstance(config, EpConfig):
             raise ConfigError(f"config is {config!r}; it must be an EpConfig (see from_dict)")
-        if process_group is None:
-            process_group = dist.group.WORLD
-            if process_group is None:
-                raise ConfigError(
-                    "there is no default process group; call torch.distributed."
-                    "init_process_group first or pass a group"
-                )
-        collectives = Collectives(process_group)
+        collectives = Collectives(_group_or_default(process_group))
         told = gather_json(collectives, (config_values(config), device.unavailable_reason(config)))
         check_equal_configs([values for values, _ in told])
         topology = topology_of(config, collectives.size)
@@ -107,6 +101,7 @@ class EPGroup:
             backend = LedgerBackend(backend, collectives, every_call=tier == "reference")
         if collectives.rank == 0:
             logger.info("group of %d ranks: tier %s (%s)", collectives.size, tier, why)
+            _warn_of_idle_knobs(config)
         return cls(config, topology, tier, backend, collectives.rank)
 
     def plan(self, topk_idx: Tensor, alignment: int | None = None) -> Plan:
@@ -260,6 +255,36 @@ class EPGroup:
             raise ShapeError(f"plan is {plan!r}; it must be what `plan` of this group returned")
         if plan not in self._plans:
             raise ShapeError("this plan was made by another group; use the group that made it")
+
+
+def _group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group itself; the default one for None."""
+    if process_group is None:
+        process_group = dist.group.WORLD
+        if process_group is None:
+            raise ConfigError(
+                "there is no default process group; call torch.distributed."
+                "init_process_group first or pass a group"
+            )
+    # By what is called on it: a bare backend (ProcessGroupGloo, say) is no ProcessGroup to Python.
+    if not all(callable(getattr(process_group, name, None)) for name in ("rank", "allgather")):
+        raise TypeError(
+            f"process_group is {process_group!r}; it must be a torch.distributed.ProcessGroup "
+            "that this rank is a member of (new_group returns none to the other ranks), or None "
+            "for the default one"
+        )
+    return process_group
+
+
+def _warn_of_idle_knobs(config: EpConfig) -> None:
+    """A knob changes speed, never results: so it is no error, but who measures it must know."""
+    chunk_tokens = config.tuning.chunk_tokens
+    if chunk_tokens != Tuning.chunk_tokens:
+        logger.warning(
+            "chunk_tokens is %d, but no tier reads it: leave it at %d",
+            chunk_tokens,
+            Tuning.chunk_tokens,
+        )
 
 
 def topology_of(config: EpConfig, ep_size: int) -> Topology:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from ep_dispatcher import (
     MoeShape,
     RoutingError,
     ShapeError,
+    Tuning,
     UnavailableError,
 )
 from ep_dispatcher.testing import make_routing, run_ranks
@@ -191,6 +193,23 @@ def test_configs_that_do_not_fit_the_ranks_are_refused() -> None:
         EPGroup.create(None, CONFIG)
     with pytest.raises(ConfigError, match="it must be an EpConfig"):
         EPGroup.create(None, CONFIG.to_dict())  # type: ignore[arg-type]
+
+
+def test_a_knob_that_does_nothing_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="ep_dispatcher"):
+        on_ranks(lambda _: None)
+        assert caplog.messages == []
+        on_ranks(lambda _: None, replace(CONFIG, tuning=Tuning(chunk_tokens=16)))
+    assert caplog.messages == ["chunk_tokens is 16, but no tier reads it: leave it at 64"]
+
+
+@pytest.mark.parametrize("given", ["x", dist.GroupMember.NON_GROUP_MEMBER, CONFIG])
+def test_what_is_no_process_group_is_refused(given: object) -> None:
+    """Such as what new_group returns on a rank that is not in it."""
+    with pytest.raises(
+        TypeError, match=r"process_group is .*must be a torch\.distributed\.Process"
+    ):
+        EPGroup.create(given, CONFIG)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
