@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ep_dispatcher.config import Combine, EpConfig, Topology
+from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.memory import partial_bytes
 
 _GATHER_LINK_LIMIT = 1.25  # gather saves two passes over local memory; that much link is worth it
@@ -21,10 +22,18 @@ def choose_combine(config: EpConfig, topology: Topology, *, gpus_are_shared: boo
         topology: of the group; with several domains only "push" is possible.
         gpus_are_shared: whether two of its ranks have the same GPU.
 
+    Raises:
+        ConfigError: "gather" was asked for, and there are several domains.
+
     Example: rows of BF16, K=8, rounded: link bytes of gather over those of push are 1.52 with 8
         ranks, 1.11 with 32, 1.05 with 64. So 8 ranks push and 32 gather.
     """
     if topology.num_domains > 1:
+        if config.tuning.combine == "gather":
+            raise ConfigError(
+                f"combine is 'gather' and the group spans {topology.num_domains} NVLink domains; "
+                "a home rank reads rows inside its own domain only: set it to 'auto' or 'push'"
+            )
         return "push"
     if config.tuning.combine != "auto":
         return config.tuning.combine

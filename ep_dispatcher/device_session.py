@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -146,10 +147,7 @@ class DeviceSession:
     def _abandon(self) -> None:
         """Free this rank's part alone."""
         self._closing.leave()
-        self._communicator.abort()
-        if self.rails is not None:
-            self.rails.forget()
-        self._arena.forget()
+        _Opened(self._communicator, self._arena, self.rails).abandon()
 
     def _free_together(self) -> None:
         if self.rails is not None:
@@ -186,33 +184,64 @@ def open_session(collectives: Collectives, config: EpConfig, placement: Placemen
     Raises:
         UnavailableError: on every rank alike, if any rank cannot; names the first and says why.
     """
-    reasons = Reasons(collectives)
     _refuse_threads(collectives)
     closing = Closing(collectives)
     communicator = open_communicator(collectives)
+    opened = _Opened(communicator)
+    try:
+        return _open_over(opened, collectives, closing, config, placement)
+    except BaseException:
+        opened.abandon()
+        raise
+
+
+@dataclass
+class _Opened:
+    """What a session that is being opened holds so far."""
+
+    communicator: Any
+    arena: Any = None
+    rails: OpenRails | None = None
+
+    def abandon(self) -> None:
+        """Free this rank's part alone."""
+        self.communicator.abort()
+        if self.rails is not None:
+            self.rails.forget()
+        if self.arena is not None:
+            self.arena.forget()
+
+
+def _open_over(
+    opened: _Opened,
+    collectives: Collectives,
+    closing: Closing,
+    config: EpConfig,
+    placement: Placement,
+) -> DeviceSession:
+    """What `open_session` does once there is a communicator."""
+    communicator, reasons = opened.communicator, Reasons(collectives)
     num_domains = communicator.properties().num_domains
     topology = topology_from(num_domains, collectives.size, config.virtual_domain_size)
     check_topology(topology)
     domain = DomainView(topology, placement, collectives.rank)
-    arena, rails = None, None
     module = native.load()
     with reasons:
         check_table_fits(placement, topology.domain_size, module.MAX_BASE_ENTRIES)
         control_bytes = control_bytes_of(module, config, domain)
         control_bytes = -(-control_bytes // _HEAP_ALIGNMENT_BYTES) * _HEAP_ALIGNMENT_BYTES
-        arena = module.Arena(communicator, control_bytes, heap_bytes_of(config, topology))
+        opened.arena = module.Arena(communicator, control_bytes, heap_bytes_of(config, topology))
     reasons.agree()
     with reasons:
-        assert arena is not None
-        arena.share()
+        opened.arena.share()
     reasons.agree()
     if topology.num_domains > 1:
         with reasons:
-            rails = OpenRails(config, domain, communicator, arena)
+            opened.rails = OpenRails(config, domain, communicator, opened.arena)
         reasons.agree()
     session = None
     with reasons:
-        session = DeviceSession(closing, config, domain, communicator, arena, rails)
+        session = DeviceSession(closing, config, domain, communicator, opened.arena, opened.rails)
     reasons.agree()
     assert session is not None
     return session

@@ -20,10 +20,11 @@ from ep_dispatcher.combine_form import choose_combine
 from ep_dispatcher.communicator import Reasons
 from ep_dispatcher.config import EpConfig
 from ep_dispatcher.device import DeviceBackend, Routes, gpus_of
-from ep_dispatcher.device_session import open_session
+from ep_dispatcher.device_session import DeviceSession, open_session
+from ep_dispatcher.errors import EpError
 from ep_dispatcher.plan import Placement, Plan
 from ep_dispatcher.rail_memory import rail_blocks
-from ep_dispatcher.residency import check_blocks_fit, gpus_are_shared
+from ep_dispatcher.residency import RankGpu, check_blocks_fit, gpus_are_shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,8 +137,26 @@ def open_backend(collectives: Collectives, config: EpConfig, placement: Placemen
     gpus = gpus_of(collectives)
     check_blocks_fit(config.tuning.num_sms, gpus)
     session = open_session(collectives, config, placement)
+    try:
+        return _backend_over(session, collectives, config, placement, gpus)
+    except BaseException as error:
+        # _backend_over refuses on all ranks alike; any other error may be of this rank alone.
+        session.close(failed=not isinstance(error, EpError))
+        raise
+
+
+def _backend_over(
+    session: DeviceSession,
+    collectives: Collectives,
+    config: EpConfig,
+    placement: Placement,
+    gpus: list[RankGpu],
+) -> DeviceBackend:
+    """The backend over an open session; raises as `open_backend`."""
     topology = session.topology
-    check_blocks_fit(config.tuning.num_sms + rail_blocks(config, topology), gpus)
+    check_blocks_fit(
+        config.tuning.num_sms, gpus, lambda sms: rail_blocks(_with_sms(config, sms), topology)
+    )
     shared = gpus_are_shared(gpus)
     duplicates = config.tuning.duplicates
     if duplicates == "auto":
@@ -150,6 +169,11 @@ def open_backend(collectives: Collectives, config: EpConfig, placement: Placemen
     reasons.agree()
     assert backend is not None
     return backend
+
+
+def _with_sms(config: EpConfig, num_sms: int) -> EpConfig:
+    """The config with another SM budget."""
+    return dataclasses.replace(config, tuning=dataclasses.replace(config.tuning, num_sms=num_sms))
 
 
 def _rail_routes_of(plan: Plan) -> RailRoutes:

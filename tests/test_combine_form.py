@@ -59,8 +59,13 @@ def test_a_form_that_was_asked_for_is_taken(form: Combine) -> None:
 
 
 def test_several_domains_push() -> None:
+    """Where ranks share a GPU, too; what they cannot do is refused, not replaced."""
     rails = Topology(ep_size=8, domain_size=4)
-    assert choose_combine(make_config(combine="gather"), rails, gpus_are_shared=True) == "push"
+    forms: tuple[Combine, ...] = ("auto", "push")
+    for form in forms:
+        assert choose_combine(make_config(combine=form), rails, gpus_are_shared=True) == "push"
+    with pytest.raises(ConfigError, match=r"combine is 'gather' .* 2 NVLink domains.*'auto'"):
+        choose_combine(make_config(combine="gather"), rails, gpus_are_shared=True)
 
 
 def test_the_link_ratio_is_that_of_a_uniform_routing() -> None:

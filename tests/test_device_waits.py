@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +21,19 @@ from ep_dispatcher import (
     EpTimeoutError,
     MoeShape,
     ShapeError,
+    Topology,
+    Tuning,
     UnavailableError,
     device_faults,
     device_session,
     device_wait,
+    rail_device,
 )
 from ep_dispatcher.collectives import Collectives
 from ep_dispatcher.device import DeviceBackend
 from ep_dispatcher.device_session import DeviceSession
 from ep_dispatcher.plan import Placement
+from ep_dispatcher.residency import RankGpu
 from ep_dispatcher.testing import run_ranks
 
 HEADER = Path(__file__).parents[1] / "csrc" / "api" / "ep_dispatcher.h"
@@ -192,11 +197,14 @@ def test_a_rank_whose_group_is_finished_already_overwrites_no_reason(
 def test_a_session_that_one_rank_cannot_make_is_refused_on_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else the others would go on to a first plan, and wait there."""
-    communicator = SimpleNamespace(properties=lambda: SimpleNamespace(num_domains=1))
-    module = SimpleNamespace(
-        MAX_BASE_ENTRIES=16384, Arena=lambda *_: SimpleNamespace(share=lambda: None)
+    """Else the others would go on to a first plan, and wait there. What was open is let go."""
+    freed: list[str] = []
+    communicator = SimpleNamespace(
+        properties=lambda: SimpleNamespace(num_domains=1),
+        abort=lambda: freed.append("communicator"),
     )
+    arena = SimpleNamespace(share=lambda: None, forget=lambda: freed.append("arena"))
+    module = SimpleNamespace(MAX_BASE_ENTRIES=16384, Arena=lambda *_: arena)
 
     def session(*given: Any) -> str:  # noqa: ANN401
         if given[2].ep_rank == 1:
@@ -218,6 +226,52 @@ def test_a_session_that_one_rank_cannot_make_is_refused_on_all(
         return str(refused.value)
 
     assert run_ranks(2, refusal) == ["on rank 1: no pinned memory"] * 2
+    assert sorted(freed) == ["arena"] * 2 + ["communicator"] * 2
+
+
+@pytest.mark.parametrize(
+    ("num_domains", "tuning", "made", "error", "failed"),
+    [
+        (2, Tuning(num_sms=28), None, "num_sms is 28 .* blocks for the rails", False),
+        (2, Tuning(combine="gather"), None, "combine is 'gather'", False),
+        (1, Tuning(), UnavailableError("no mailbox"), "no mailbox", False),
+        (1, Tuning(), KeyboardInterrupt("stopped"), "stopped", True),
+    ],
+)
+def test_a_session_is_closed_if_no_group_comes_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+    num_domains: int,
+    tuning: Tuning,
+    made: BaseException | None,
+    error: str,
+    failed: bool,
+) -> None:
+    """Together where all ranks refuse alike; else this one leaves, and the others are told."""
+    closed: list[bool] = []
+    session = SimpleNamespace(
+        topology=Topology(ep_size=2, domain_size=2 // num_domains),
+        close=lambda *, failed: closed.append(failed),
+    )
+
+    def backend(*_: object) -> None:
+        assert made is not None
+        raise made
+
+    for name, stand_in in {
+        "gpus_of": lambda _: [RankGpu("a", 32), RankGpu("b", 32)],
+        "open_session": lambda *_: session,
+        "DeviceBackend": backend,
+        "RailBackend": backend,
+    }.items():
+        monkeypatch.setattr(rail_device, name, stand_in)
+    config = replace(CONFIG, tuning=tuning)
+
+    def refusal(process_group: dist.ProcessGroup) -> None:
+        with pytest.raises(BaseException, match=error):
+            rail_device.open_backend(Collectives(process_group), config, Placement.even(8, 2))
+
+    run_ranks(2, refusal)
+    assert closed == [failed] * 2
 
 
 def gpus_entered(monkeypatch: pytest.MonkeyPatch) -> list[object]:

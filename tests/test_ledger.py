@@ -163,7 +163,21 @@ def test_blocks_of_all_ranks_of_a_gpu_fit_or_are_refused(
     if ranks * num_sms <= sm_count:
         check_blocks_fit(num_sms, gpus)
         return
-    with pytest.raises(ConfigError, match=f"at most {sm_count // ranks} here"):
+    fits = sm_count // ranks
+    words = f"at most {fits} here" if fits else "no num_sms fits: let fewer ranks share it"
+    with pytest.raises(ConfigError, match=words):
         check_blocks_fit(num_sms, gpus)
-    if sm_count >= ranks:
-        check_blocks_fit(sm_count // ranks, gpus)
+    if fits:
+        check_blocks_fit(fits, gpus)
+
+
+def test_the_budget_named_leaves_room_for_the_rails() -> None:
+    """A quarter of the budget comes on top: of 33 SMs, 27 + 6 blocks fit, 28 + 7 do not."""
+    gpus = [RankGpu("a", 132)] * 4
+    with pytest.raises(
+        ConfigError, match=r"num_sms is 28 \(and 7 blocks for the rails\).*most 27 "
+    ):
+        check_blocks_fit(28, gpus, lambda sms: sms // 4)
+    check_blocks_fit(27, gpus, lambda sms: sms // 4)
+    with pytest.raises(ConfigError, match="no num_sms fits"):
+        check_blocks_fit(1, gpus, lambda _: 33)
