@@ -9,6 +9,9 @@ on the device, for what the home stream had been given by the time the same piec
 let go, and for nothing that came after: so communication runs beside later work of the home stream.
 Its rows are given back when that stream is done with them; a third one that reads them has to be
 told by `record_stream`, as with any tensor.
+
+Rows of a captured call are kept until the group is closed: replays write them, and nothing tells
+when a graph is gone. They are part of the heap, so what captures keep is never more than the heap.
 """
 
 from __future__ import annotations
@@ -175,9 +178,11 @@ class OutputPool:
             current = torch.cuda.current_stream(self._device)
             with torch.cuda.stream(home):
                 block = self._block(shape, dtype)
-            if torch.cuda.is_current_stream_capturing():
+            if not block.numel():
+                pass  # takes nothing of the heap
+            elif torch.cuda.is_current_stream_capturing():
                 self._captured.append(block)  # a replay writes it again, whoever holds it then
-            elif block.numel():
+            else:
                 # After the cut: whatever lay there before is gone by now, and found to be.
                 self._reuse.sweep(block, home.record_event)
                 self._reuse.hold(block)
@@ -268,7 +273,14 @@ class OutputPool:
         heap = self._arena.heap_bytes
         self.refused_bytes = needed_bytes
         enough = -(-(heap + needed_bytes) // HEAP_STEP_BYTES) * HEAP_STEP_BYTES
+        captured = sum(block.untyped_storage().nbytes() for block in self._captured)
+        graphs = (
+            f" ({captured} bytes of it belong to captured graphs until the group is closed: "
+            "capture each graph once)"
+            if captured
+            else ""
+        )
         return CapacityError(
             f"output rows of {needed_bytes} bytes do not fit into what is free of output_bytes="
-            f"{heap}; output_bytes={enough} would do here, or keep fewer outputs alive"
+            f"{heap}{graphs}; output_bytes={enough} would do here, or keep fewer outputs alive"
         )

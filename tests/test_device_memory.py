@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import stream_cases as cases
 import torch
 from multi_process import ProcessWorld
 
-from ep_dispatcher.device_memory import ReuseLog
+from ep_dispatcher import CapacityError
+from ep_dispatcher.device_memory import OutputPool, ReuseLog
 
 
 class Block:
@@ -110,6 +116,55 @@ def test_events_that_are_over_are_forgotten() -> None:
     assert len(log._freed) <= 1
     assert len(log._held) <= 1
     assert take(log, home, 64)[1] == []
+
+
+class Heap(OutputPool):
+    """A pool over plain memory, captured from the start, that cuts one block behind another."""
+
+    def __init__(self, heap_bytes: int) -> None:
+        """Take the memory; no GPU."""
+        self._memory, self._end = bytearray(heap_bytes), 0
+        start = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        self._arena = SimpleNamespace(heap=start, heap_bytes=heap_bytes)
+        self._home: Any = "a stream"
+        self._device = torch.device("cpu")
+        self._captured: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    def _cut(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        start, self._end = self._end, self._end + elements * dtype.itemsize
+        if self._end > len(self._memory):
+            self._end = start
+            raise torch.OutOfMemoryError
+        part = memoryview(self._memory)[start : self._end]
+        return torch.frombuffer(part, dtype=dtype)
+
+
+def test_rows_of_captures_are_kept_and_never_more_than_the_heap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often a graph is captured; empty rows, which take nothing, are not kept."""
+    for name, stand_in in {
+        "current_stream": lambda _: "a stream",
+        "stream": lambda _: contextlib.nullcontext(),
+        "synchronize": lambda _: None,
+        "is_current_stream_capturing": lambda: True,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    pool = Heap(8 << 20)
+
+    def capture_all() -> None:
+        for _ in range(1000):
+            pool.empty((0, 64), torch.float32)
+            pool.empty((1 << 19, 1), torch.float32)
+
+    kept = 4 * (2 << 20)
+    with pytest.raises(CapacityError, match=rf"{kept} bytes of it belong to captured graphs"):
+        capture_all()
+    assert [len(block) for block in pool._captured] == [1 << 19] * 4
+    pool._anchor = None
+    pool.close()
+    assert not pool._captured
 
 
 @pytest.mark.gpu(1)
