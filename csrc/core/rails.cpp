@@ -46,10 +46,16 @@ Rails::Rails(std::shared_ptr<Communicator> communicator, const Arena& arena, con
   const NcclLibrary& nccl = communicator_->library();
   const ncclDevCommRequirements wanted = requirements(shape, properties.num_domains);
   EP_CHECK_NCCL(nccl, ncclDevCommCreate(communicator_->handle(), &wanted, &device_comm_));
-  refuse_fewer_contexts(static_cast<int>(device_comm_.ginContextCount), shape.num_contexts);
   open_ = true;
-  EP_CHECK_CUDA(cudaMalloc(&on_gpu_, sizeof(device_comm_)));
-  EP_CHECK_CUDA(cudaMemcpy(on_gpu_, &device_comm_, sizeof(device_comm_), cudaMemcpyHostToDevice));
+  try {
+    refuse_fewer_contexts(static_cast<int>(device_comm_.ginContextCount), shape.num_contexts);
+    EP_CHECK_CUDA(cudaMalloc(&on_gpu_, sizeof(device_comm_)));
+    EP_CHECK_CUDA(cudaMemcpy(on_gpu_, &device_comm_, sizeof(device_comm_), cudaMemcpyHostToDevice));
+  } catch (...) {  // no destructor runs for what was not constructed
+    nccl.ncclDevCommDestroy(communicator_->handle(), &device_comm_);
+    forget();
+    throw;
+  }
   handle_ = {on_gpu_,
              arena.window(),
              static_cast<int32_t>(device_comm_.ginContextCount),
