@@ -1,8 +1,10 @@
 """What a GPU posts to another domain, counted so that none of NCCL's queues ever fills.
 
-A kernel that posts to a full queue waits for room without a deadline. NCCL's proxy has a queue for
-each context and peer, whose length nobody can ask for. So there are lanes and contexts enough that
-all a rank can post while the network towards a peer takes nothing fits in.
+A kernel that posts to a full queue waits for room without a deadline. NCCL has a queue for each
+context and peer. So there are lanes and contexts enough that all a rank can post while the network
+towards a peer takes nothing fits in. How long a queue is depends on the kind of GIN: the proxy's
+holds 256 posts unless NCCL_GIN_PROXY_QUEUE_SIZE says otherwise, and a shorter one is refused;
+GDAKI's would hold 128 entries, and is asked to hold as many as these posts take.
 
 How much that is: let the network stop during launch X of a rank. A launch with a put to that peer
 does not end, since it waits until its puts are sent; one without any ends after a signal for each
@@ -14,13 +16,18 @@ one, the parts of one routing, and a few words.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from ep_dispatcher.errors import UnavailableError
 
 RAIL_WARPS = 8  # EP_RAIL_WARPS, putting warps of a block
 _FEWEST_CONTEXTS = 4  # of GIN; NCCL's own default
-_QUEUE_DEPTH = 256  # posts that NCCL's proxy holds for a context and peer
+_QUEUE_POSTS = 256  # of a context and peer that are held; the proxy's own length
+_PROXY_VARIABLE = "NCCL_GIN_PROXY_QUEUE_SIZE"
+# Of GDAKI a post takes one entry, and a put two more in a second queue of the same length, which
+# count it. So twice the posts are enough for both.
+GDAKI_QUEUE_DEPTH = 2 * _QUEUE_POSTS
 _MOST_UNSENT = 16  # puts of a lane on their way: kMostUnsentSums
 _CHUNK_TOKENS = 32  # EP_RAIL_CHUNK_TOKENS
 _LAUNCHES = 2  # whose signals may be queued
@@ -67,7 +74,7 @@ class RailPosts:
     def contexts(self) -> int | None:
         """The fewest contexts whose queues never fill; None where a lane alone fills one."""
         for contexts in range(min(_FEWEST_CONTEXTS, self.lanes), self.lanes + 1):
-            if self.most(contexts) <= _QUEUE_DEPTH:
+            if self.most(contexts) <= _QUEUE_POSTS:
                 return contexts
         return None
 
@@ -110,3 +117,24 @@ def num_contexts(posts: RailPosts) -> int:
             "tier"
         )
     return contexts
+
+
+def check_proxy_queue() -> None:
+    """Refuse queues of NCCL's proxy that are shorter than the posts that this module allows.
+
+    NCCL takes its own length for what is no power of two.
+
+    Raises:
+        UnavailableError: names the variable and its value.
+    """
+    text = os.environ.get(_PROXY_VARIABLE, "")
+    try:
+        size = int(text, 0)
+    except ValueError:  # not set, or no number: NCCL passes over it as well
+        return
+    if 1 <= size < _QUEUE_POSTS and size.bit_count() == 1:
+        raise UnavailableError(
+            f"{_PROXY_VARIABLE} is {size}; a rank may have to post {_QUEUE_POSTS} times before its "
+            "network takes any, and a kernel waits without an end for room in a full queue: unset "
+            f"it, or make it at least {_QUEUE_POSTS}"
+        )

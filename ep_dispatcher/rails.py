@@ -19,10 +19,16 @@ from ep_dispatcher.errors import UnavailableError
 from ep_dispatcher.memory import RING_DEPTH, partial_bytes
 from ep_dispatcher.plan import Placement
 from ep_dispatcher.rail_memory import rail_blocks, segment_tokens
-from ep_dispatcher.rail_posts import RailPosts, num_contexts
+from ep_dispatcher.rail_posts import (
+    GDAKI_QUEUE_DEPTH,
+    RailPosts,
+    check_proxy_queue,
+    num_contexts,
+)
 
 MAX_DOMAINS, MAX_DOMAIN_SIZE = 32, 72  # EP_MAX_DOMAINS, EP_MAX_RANKS
 _NET_GIN = 2  # EP_NET_GIN
+_GIN_PROXY = 2  # NCCL_GIN_TYPE_PROXY
 
 
 @dataclass(frozen=True)
@@ -106,8 +112,10 @@ class OpenRails:
         """Open them; collective, after the arena was shared.
 
         Raises:
-            UnavailableError: NCCL has no GIN here; says what to do.
+            UnavailableError: NCCL has no GIN here, or its queues are too short; says what to do.
         """
+        if communicator.properties().rail_gin == _GIN_PROXY:
+            check_proxy_queue()
         module = native.load()
         self.domain = domain.number
         self.segment_tokens = segment_tokens(config, domain.topology)
@@ -117,6 +125,7 @@ class OpenRails:
             num_contexts=num_contexts(rail_posts(config, domain.topology)),
             signals_per_domain=layout.signals_per_domain,
             num_counters=layout.channels,
+            queue_depth=GDAKI_QUEUE_DEPTH,
         )
         self._base = int(arena.base)
         self._native = module.Rails(communicator, arena, shape)

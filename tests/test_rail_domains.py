@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from ep_dispatcher import (
     Tuning,
     UnavailableError,
     rail_posts,
+    rails,
 )
 from ep_dispatcher.device import DeviceBackend, Routes
 from ep_dispatcher.group import topology_of
@@ -29,6 +32,7 @@ from ep_dispatcher.rails import (
     MAX_DOMAIN_SIZE,
     MAX_DOMAINS,
     DomainView,
+    OpenRails,
     check_topology,
     check_world,
     owner_tables,
@@ -175,6 +179,48 @@ def test_bounds_of_posts_are_those_of_the_kernels() -> None:
         ("kMostUnsentSums", rail_posts._MOST_UNSENT),
     ):
         assert re.findall(rf"\b{name} = (\d+)", text) == [str(value)]
+
+
+@pytest.mark.parametrize("value", ["1", "0x20", "128"])
+def test_queues_of_the_proxy_that_are_too_short_are_refused(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("NCCL_GIN_PROXY_QUEUE_SIZE", value)
+    told = f"NCCL_GIN_PROXY_QUEUE_SIZE is {int(value, 0)}; .*at least 256"
+    with pytest.raises(UnavailableError, match=told):
+        rail_posts.check_proxy_queue()
+
+
+@pytest.mark.parametrize("value", [None, "", "x", "-1", "0", "100", "256", "1024"])
+def test_other_lengths_are_nccls_own_or_long_enough(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    """What is no power of two NCCL passes over."""
+    monkeypatch.delenv("NCCL_GIN_PROXY_QUEUE_SIZE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("NCCL_GIN_PROXY_QUEUE_SIZE", value)
+    rail_posts.check_proxy_queue()
+
+
+@pytest.mark.parametrize(("gin_type", "refused"), [(2, True), (3, False)])
+def test_rails_ask_for_queues_that_hold_their_posts(
+    monkeypatch: pytest.MonkeyPatch, gin_type: int, refused: bool
+) -> None:
+    """Whatever GIN: of GDAKI twice the posts are asked for, of the proxy short ones are refused."""
+    asked: dict[str, int] = {}
+    made = types.SimpleNamespace(
+        layout=types.SimpleNamespace(channels=1, signals_per_domain=1),
+    )
+    module = types.SimpleNamespace(RailShape=asked.update, Rails=lambda *_: sys.exit("opened"))
+    monkeypatch.setattr(rails.native, "load", lambda: module)
+    monkeypatch.setattr(rails, "make_rail", lambda *_: made)
+    monkeypatch.setenv("NCCL_GIN_PROXY_QUEUE_SIZE", "64")
+    found = types.SimpleNamespace(rail_gin=gin_type)
+    communicator = types.SimpleNamespace(properties=lambda: found)
+    domain = DomainView(Topology(ep_size=2, domain_size=1), Placement((0, 1), 2), 0)
+    with pytest.raises(UnavailableError if refused else SystemExit):
+        OpenRails(config(), domain, communicator, types.SimpleNamespace(base=0))
+    assert asked.get("queue_depth") == (None if refused else 512)
 
 
 def test_tokens_that_no_number_of_contexts_has_room_for_are_refused() -> None:

@@ -13,7 +13,7 @@ struct RailShape {
   int num_contexts;        // at least; fewer are refused
   int signals_per_domain;  // that each other domain may raise here
   int num_counters;        // channels that put
-  int queue_depth;         // puts in flight a context; 0 for NCCL's default
+  int queue_depth;         // entries of a queue of GDAKI's; 0 for NCCL's default
 };
 
 class Rails {

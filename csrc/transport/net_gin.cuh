@@ -13,9 +13,10 @@
 //                that the channel posted.
 // Signals and counters only grow, and nothing is reset: a CUDA graph can replay, in so far as NCCL's
 // backend takes part without the host (GDAKI) or with a thread of it that runs anyway (proxy).
-// Nothing here waits, but a post does while NCCL's queue is full (256 a context and peer with the
-// proxy's defaults), and for ever if the network stands still. So it never is: a channel's puts in
-// flight are bounded by sent(), and the host asks for contexts enough (ep_dispatcher/rail_posts.py).
+// Nothing here waits, but a post does while NCCL's queue of that context and peer is full, and for
+// ever if the network stands still. So it never is: a channel's puts in flight are bounded by
+// sent(), and the host asks for contexts enough, and for queues of GDAKI's that are as long as the proxy's
+// (ep_dispatcher/rail_posts.py).
 #pragma once
 
 #include <nccl.h>
