@@ -159,11 +159,12 @@ def start_ranks(num_ranks: int | None, domain_size: int | None, words: Sequence[
     """
     if num_ranks is not None and num_ranks < 1:
         raise ConfigError(f"--ranks is {num_ranks}; it must be at least 1")
+    num_gpus = torch.cuda.device_count()
+    size = num_ranks or max(2, num_gpus)
+    check_domain_size(domain_size, size)
     missing = native.missing_reason()
     if missing is not None:
         raise UnavailableError(f"NCCL was not probed: {missing}")
-    num_gpus = torch.cuda.device_count()
-    size = num_ranks or max(2, num_gpus)
     port = _free_port()
     environments = [
         rank_environment(rank, size, num_gpus, domain_size, port) for rank in range(size)
@@ -191,16 +192,22 @@ def start_ranks(num_ranks: int | None, domain_size: int | None, words: Sequence[
     return max(codes)
 
 
+def check_domain_size(domain_size: int | None, size: int) -> None:
+    """Refuse domains that do not share the ranks out.
+
+    Raises:
+        ConfigError: names both numbers.
+    """
+    if domain_size is not None and (domain_size < 1 or size % domain_size):
+        raise ConfigError(
+            f"--domain-size is {domain_size}; it must be at least 1 and divide the {size} ranks"
+        )
+
+
 def rank_environment(
     rank: int, size: int, num_gpus: int, domain_size: int | None, port: int
 ) -> dict[str, str]:
-    """Variables of a rank on this machine; what the user has set stays.
-
-    Raises:
-        ConfigError: a domain size that does not divide the ranks.
-    """
-    if domain_size is not None and (domain_size < 1 or size % domain_size):
-        raise ConfigError(f"domain size {domain_size} does not divide {size} ranks")
+    """Variables of a rank on this machine; what the user has set stays."""
     values = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     if size > num_gpus:
         values["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # since NCCL 2.30.3; refused without it

@@ -104,9 +104,14 @@ def test_a_rank_that_was_killed_is_no_success(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("domain_size", [0, 3, 8])
-def test_a_domain_size_that_does_not_divide_is_refused(domain_size: int) -> None:
-    with pytest.raises(ConfigError, match=f"domain size {domain_size} does not divide 4 ranks"):
-        doctor_nccl.rank_environment(0, 4, 1, domain_size, 1234)
+def test_a_domain_size_that_does_not_divide_is_refused(
+    monkeypatch: pytest.MonkeyPatch, domain_size: int
+) -> None:
+    """Also where nothing can be probed: the argument is wrong everywhere."""
+    monkeypatch.setattr(native, "missing_reason", lambda: "no GPU is visible (none)")
+    told = f"--domain-size is {domain_size}; it must be at least 1 and divide the 4 ranks"
+    with pytest.raises(ConfigError, match=told):
+        doctor_nccl.start_ranks(4, domain_size, ["doctor", "--nccl"])
 
 
 def test_without_a_gpu_the_reason_is_told(
