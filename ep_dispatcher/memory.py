@@ -12,7 +12,11 @@ from typing import Literal
 
 from ep_dispatcher.config import EpConfig, Topology
 from ep_dispatcher.rail_memory import (
+    COUNTS_EXTRA,
+    EPOCH_BYTES,
+    PARITIES,
     REGION_ALIGNMENT_BYTES,
+    WORD_BYTES,
     RailSizes,
     rail_blocks,
     segment_tokens,
@@ -21,14 +25,10 @@ from ep_dispatcher.rail_memory import align as _align
 
 RING_DEPTH = 16  # partial rows in flight for each (channel, pair of ranks); two chunks' worth
 
-_WORD_BYTES = 4
-_EPOCH_BYTES = 8
 _WINDOW_ALIGNMENT_BYTES = 4096
 _LOCAL_CONTROL_BYTES = 1072  # sizeof(LocalControl): epochs, exits, one barrier word a channel
 _SEND_WARPS = 16  # EP_SEND_WARPS, each with its own progress word
 _READY_BYTES = 32  # sizeof(EpReady)
-_COUNTS_EXTRA = 3  # EP_COUNTS_EXTRA
-_PARITIES = 2  # areas that one call fills while a peer may still read those of the last
 
 # Which regions of the window make up each term that is shown.
 _TERMS = {
@@ -92,7 +92,7 @@ def persistent_bytes(
         terms |= {term: sum(rails[name] for name in names) for term, names in _RAIL_TERMS.items()}
         terms["rail_end"] = -sum(rails.values()) % _WINDOW_ALIGNMENT_BYTES
         tables += 3 * config.shape.num_experts + topology.ep_size + 1
-    terms["expert_tables"] = _WORD_BYTES * tables
+    terms["expert_tables"] = WORD_BYTES * tables
     return terms | {"total": sum(terms.values())}
 
 
@@ -107,20 +107,20 @@ def window_regions(
     tokens, shape = topology.num_domains * segment_tokens(config, topology), config.shape
     slots = channels * topology.domain_size * ring_depth
     sizes = {
-        "error": _EPOCH_BYTES,
+        "error": EPOCH_BYTES,
         "local": _LOCAL_CONTROL_BYTES,
-        "route_flag": _EPOCH_BYTES * ranks * channels,
+        "route_flag": EPOCH_BYTES * ranks * channels,
         "dispatch_ready": _READY_BYTES * ranks,
-        "rows_done": _EPOCH_BYTES * ranks * channels * _SEND_WARPS,
-        "combine_ready": _EPOCH_BYTES * ranks,
+        "rows_done": EPOCH_BYTES * ranks * channels * _SEND_WARPS,
+        "combine_ready": EPOCH_BYTES * ranks,
         "gather_ready": _READY_BYTES * ranks,
-        "gather_done": _EPOCH_BYTES * ranks * channels,
-        "partial_full": _EPOCH_BYTES * slots,
-        "partial_free": _EPOCH_BYTES * slots,
-        "block_counts": _WORD_BYTES * channels * (shape.num_experts + ranks),
-        "counts": _PARITIES * ranks * _WORD_BYTES * (shape.num_experts + ranks + _COUNTS_EXTRA),
-        "record_header": _WORD_BYTES * _PARITIES * ranks * tokens,
-        "record_entry": _WORD_BYTES * _PARITIES * ranks * tokens * shape.num_topk,
+        "gather_done": EPOCH_BYTES * ranks * channels,
+        "partial_full": EPOCH_BYTES * slots,
+        "partial_free": EPOCH_BYTES * slots,
+        "block_counts": WORD_BYTES * channels * (shape.num_experts + ranks),
+        "counts": PARITIES * ranks * WORD_BYTES * (shape.num_experts + ranks + COUNTS_EXTRA),
+        "record_header": WORD_BYTES * PARITIES * ranks * tokens,
+        "record_entry": WORD_BYTES * PARITIES * ranks * tokens * shape.num_topk,
         "partials": slots * partial_slot_bytes(config),
     }
     return {name: _align(size, REGION_ALIGNMENT_BYTES) for name, size in sizes.items()}
@@ -128,8 +128,8 @@ def window_regions(
 
 def counts_row_bytes(config: EpConfig, topology: Topology) -> int:
     """Bytes of the counts that a rank sends to each other rank when it plans."""
-    words = config.shape.num_experts + topology.ep_size + _COUNTS_EXTRA
-    return _WORD_BYTES * words
+    words = config.shape.num_experts + topology.ep_size + COUNTS_EXTRA
+    return WORD_BYTES * words
 
 
 def partial_bytes(config: EpConfig) -> int:
@@ -140,14 +140,14 @@ def partial_bytes(config: EpConfig) -> int:
 
 def partial_slot_bytes(config: EpConfig) -> int:
     """Bytes of one slot of the ring: a partial row, then one float a slot of the token."""
-    weights = _WORD_BYTES * config.shape.num_topk
+    weights = WORD_BYTES * config.shape.num_topk
     return _align(_align(partial_bytes(config), 16) + weights, REGION_ALIGNMENT_BYTES)
 
 
 def rail_record_bytes(config: EpConfig) -> int:
     """Bytes of one landed record: the row and a weight for each slot, up to whole lines."""
     shape = config.shape
-    return _align(shape.row_bytes + _WORD_BYTES * shape.num_topk, REGION_ALIGNMENT_BYTES)
+    return _align(shape.row_bytes + WORD_BYTES * shape.num_topk, REGION_ALIGNMENT_BYTES)
 
 
 def rail_regions(config: EpConfig, topology: Topology) -> dict[str, int]:

@@ -13,8 +13,10 @@ from ep_dispatcher.config import EpConfig, Topology
 from ep_dispatcher.rail_posts import RAIL_WARPS, RailPosts, blocks_for
 
 REGION_ALIGNMENT_BYTES = 128
-_WORD_BYTES = 4
-_EPOCH_BYTES = 8
+WORD_BYTES = 4
+EPOCH_BYTES = 8
+COUNTS_EXTRA = 3  # EP_COUNTS_EXTRA
+PARITIES = 2  # areas that one call fills while a peer may still read those of the last
 _SMS_A_RAIL_BLOCK = 4  # of the budget; a rail needs far fewer than its domain (docs/scaling.md)
 _RAIL_STAGES = 4  # EP_RAIL_STAGES, records of a warp whose puts may be on their way
 _CONTROL_BYTES = 56  # sizeof(RailControl)
@@ -22,8 +24,6 @@ _VERDICT_BYTES = 32
 _ROLE_BYTES = 64  # kRoleWords, of a block
 _TOPK_HEADER_BYTES = 20  # sizeof(RailTopkHeader)
 _EXPERT_BYTES = 2  # of an expert's id on the wire
-_COUNTS_EXTRA = 3  # EP_COUNTS_EXTRA
-_PARITIES = 2
 
 
 def align(size_bytes: int, alignment_bytes: int) -> int:
@@ -79,16 +79,16 @@ class RailSizes:
         landed = (domains - 1) * self.tokens * self.slot_bytes
         stages = self.num_blocks * RAIL_WARPS * _RAIL_STAGES
         sizes = {
-            "signals": _EPOCH_BYTES * domains * (2 * lanes + 2 + channels),
+            "signals": EPOCH_BYTES * domains * (2 * lanes + 2 + channels),
             "control": _CONTROL_BYTES,
-            "posted": _EPOCH_BYTES * (lanes * domains + channels + 1),
-            "stats": 2 * _EPOCH_BYTES * domains,
+            "posted": EPOCH_BYTES * (lanes * domains + channels + 1),
+            "stats": 2 * EPOCH_BYTES * domains,
             "role_times": 2 * _ROLE_BYTES * (channels + self.num_blocks),
-            "counts_flag": _EPOCH_BYTES * ranks,
-            "counts": _WORD_BYTES * _PARITIES * ranks * (self.num_experts + _COUNTS_EXTRA),
-            "block_counts": _WORD_BYTES * channels * domains * self.num_experts,
-            "topk": _PARITIES * domains * channels * self._topk_part_bytes(),
-            "shift": _WORD_BYTES * ranks * self.num_experts,
+            "counts_flag": EPOCH_BYTES * ranks,
+            "counts": WORD_BYTES * PARITIES * ranks * (self.num_experts + COUNTS_EXTRA),
+            "block_counts": WORD_BYTES * channels * domains * self.num_experts,
+            "topk": PARITIES * domains * channels * self._topk_part_bytes(),
+            "shift": WORD_BYTES * ranks * self.num_experts,
             "verdict": _VERDICT_BYTES,
             "virtual_topk": 8 * domains * self.tokens * self.num_topk,
             "staging": stages * self.slot_bytes,
