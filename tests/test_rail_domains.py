@@ -20,6 +20,7 @@ from ep_dispatcher import (
     Topology,
     Tuning,
     UnavailableError,
+    native,
     rail_posts,
     rails,
 )
@@ -212,7 +213,7 @@ def test_rails_ask_for_queues_that_hold_their_posts(
         layout=types.SimpleNamespace(channels=1, signals_per_domain=1),
     )
     module = types.SimpleNamespace(RailShape=asked.update, Rails=lambda *_: sys.exit("opened"))
-    monkeypatch.setattr(rails.native, "load", lambda: module)
+    monkeypatch.setattr(native, "load", lambda: module)
     monkeypatch.setattr(rails, "make_rail", lambda *_: made)
     monkeypatch.setenv("NCCL_GIN_PROXY_QUEUE_SIZE", "64")
     found = types.SimpleNamespace(rail_gin=gin_type)
