@@ -28,6 +28,7 @@ DTYPE_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}  # EpDtype
 _FORM_CODES = {"push": 0, "gather": 1}  # EpCombineForm
 _DUPLICATE_CODES = {"sender": 0, "receiver": 1}  # EpDuplicate
 _MAX_TOPK = 64  # EP_MAX_TOPK
+_MAX_EXPERTS = 2048  # EP_MAX_EXPERTS
 _MAX_ROWS = (1 << 31) - 1  # rows travel as 32-bit words
 _REFUSED_ALIGNMENT = 4095  # no power of two, so no rank can have asked for it
 _TICKET_BYTES = 8
@@ -36,6 +37,16 @@ _WAIT_SLICE_S = 0.05
 
 def unavailable_reason(config: EpConfig) -> str | None:
     """Say in one sentence why this rank cannot run the device tier; None where it can."""
+    reason = config_reason(config)
+    if reason is not None:
+        return reason
+    if not torch.cuda.is_available():
+        return "no GPU is visible to torch"
+    return native.missing_reason()
+
+
+def config_reason(config: EpConfig) -> str | None:
+    """Say in one sentence why no machine runs a config on the device tier; None if one may."""
     if config.shape.dtype == "float64":
         return "float64 rows run in the reference tier only"
     if config.shape.num_topk > _MAX_TOPK:
@@ -44,14 +55,17 @@ def unavailable_reason(config: EpConfig) -> str | None:
             "slots a token (padding experts to a capacity makes a slot of every expert: turn "
             "moe_pad_expert_input_to_capacity off, or take the reference tier)"
         )
+    if config.shape.num_experts > _MAX_EXPERTS:
+        return (
+            f"num_experts is {config.shape.num_experts}; the device tier takes at most "
+            f"{_MAX_EXPERTS}: use fewer experts, or take the reference tier"
+        )
     if config.recv_capacity_rows is not None and config.recv_capacity_rows > _MAX_ROWS:
         return (
             f"recv_capacity_rows is {config.recv_capacity_rows}; the device tier takes at most "
             f"{_MAX_ROWS} rows"
         )
-    if not torch.cuda.is_available():
-        return "no GPU is visible to torch"
-    return native.missing_reason()
+    return None
 
 
 Given = ParamSpec("Given")

@@ -25,6 +25,7 @@ from ep_dispatcher.accounting import (
     side_bytes,
     source_traffic,
 )
+from ep_dispatcher.device import config_reason
 from ep_dispatcher.errors import UnavailableError
 from ep_dispatcher.group import placement_of
 from ep_dispatcher.megatron.routes import fold_tensor_ranks  # needs nothing of megatron
@@ -122,21 +123,22 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         soft_wrap=True,
     )
     console.print(_memory_table(report["memory"]))
-    if report["device_tier_refuses"] is not None:
-        console.print(
-            f"The device tier refuses this: {report['device_tier_refuses']}",
-            highlight=False,
-            soft_wrap=True,
-        )
+    refusal = report["device_tier_refuses"]
+    device = f"refuses this: {refusal}" if refusal is not None else "takes this"
+    for tier, verdict in (("device", device), ("reference", "takes this")):
+        console.print(f"The {tier} tier {verdict}", highlight=False, soft_wrap=True)
 
 
 def _refusal(question: PlanQuestion) -> str | None:
-    """Why the device tier does not take these domains and tokens; None if it does.
+    """Why the device tier does not take this config, its domains or tokens; None if it does.
 
     Raises:
         UnavailableError: the same, where the config asks for that tier.
     """
     try:
+        reason = config_reason(question.config)
+        if reason is not None:
+            raise UnavailableError(reason)
         check_world(question.config, question.topology)
     except UnavailableError as error:
         if question.config.tier == "device":

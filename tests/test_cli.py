@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import types
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ep_dispatcher import cli
+from ep_dispatcher import cli, device
 from ep_dispatcher._version import __version__
 from ep_dispatcher.config import EpConfig, MoeShape
 from ep_dispatcher.device import unavailable_reason
@@ -117,6 +118,42 @@ def test_plan_has_no_memory_for_a_world_that_the_device_tier_refuses(
     code, line = fails(["plan", "--config", str(path), *words, "--domains", "33"], capsys)
     assert code == 2
     assert "up to 32 domains" in line
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ("hidden: 8, num_topk: 80, num_experts: 128", "num_topk is 80; .* at most 64"),
+        ("hidden: 8, num_topk: 2, num_experts: 4096", "num_experts is 4096; .* at most 2048"),
+    ],
+)
+def test_plan_says_which_tier_takes_a_shape(
+    section: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the device tier's kernels have no room for is refused as a group would refuse it."""
+    path = tmp_path / "shape.yaml"
+    text = f"ep_dispatcher:\n  shape: {{{section}}}\n  max_tokens_per_rank: 4\n"
+    path.write_text(text, encoding="utf-8")
+    words = ["plan", "--config", str(path), "--ranks", "4"]
+    values = report(words, capsys)
+    assert re.match(reason, values["device_tier_refuses"])
+    assert list(values["memory"]) == ["reference"]
+    assert cli.main(words) == 0
+    told = capsys.readouterr().out
+    assert re.search(f"The device tier refuses this: {reason}", told)
+    assert "The reference tier takes this" in told
+    path.write_text(text + "  tier: device\n", encoding="utf-8")
+    code, line = fails(words, capsys)
+    assert code == 2
+    assert re.search(reason, line)
+
+
+def test_the_largest_shapes_are_those_of_the_c_interface() -> None:
+    header = Path(device.__file__).resolve().parents[1] / "csrc/api/ep_dispatcher.h"
+    if not header.is_file():
+        pytest.skip("csrc is not beside the package, so there is no header to compare with")
+    for name, value in (("TOPK", device._MAX_TOPK), ("EXPERTS", device._MAX_EXPERTS)):
+        assert re.findall(rf"EP_MAX_{name} = (\d+)", header.read_text()) == [str(value)]
 
 
 def test_plan_of_one_rank_sends_nothing(config: str, capsys: pytest.CaptureFixture[str]) -> None:
