@@ -3,7 +3,9 @@
 #
 #   scripts/gpu_tests.sh [PART...]
 #
-# Parts, default all: build kernels faults example windows rails gin sanitize
+# Parts: build kernels faults example windows rails gin doctor sanitize, which are the default, and
+# training, which needs megatron-core and Transformer Engine.
+# WORLDS     domains x ranks of each for gin (default: 2x1 4x1 2x2 2x4 4x2 8x1)
 # PYTHON     interpreter with torch, pybind11 and pytest (default: python3)
 # NCCL_HOME  NCCL 2.30.7 or later, if the wheel is not in that Python
 # RESULTS    folder for logs and the table (default: runs/gpu_tests)
@@ -14,8 +16,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/shared_gpu.sh
 
 RESULTS=${RESULTS:-runs/gpu_tests}
-ALL_PARTS=(build kernels faults example windows rails gin sanitize)
+ALL_PARTS=(build kernels faults example windows rails gin doctor sanitize)
 (($# > 0)) || set -- "${ALL_PARTS[@]}"
+ALL_WORLDS='2x1 4x1 2x2 2x4 4x2 8x1'
+FAULT_WORLDS='2x1 4x1 2x2' # of them; those that tests/test_rail_gin_faults.py has
+WORLDS=${WORLDS:-$ALL_WORLDS}
 TESTS=("$PYTHON" -m pytest -q --maxfail 10 --timeout 60 -p no:cacheprovider)
 SANITIZED=(-m sanitize tests/test_kernels.py tests/test_combine_gather.py tests/test_kernel_faults.py)
 OURS=(--kernel-name kernel_substring=_ZN2ep) # kernels of namespace ep
@@ -40,11 +45,12 @@ check() {
   row "$verdict" "$name" "$start" "$log"
 }
 
-# beside NAME LIMIT_S COMMAND...: the same, at the same time as others; meet waits for them
+# beside FUNCTION WORD...: a check, or several, at the same time as others; meet waits for them
 pids=()
 beside() {
   (
-    check "$@"
+    failed=0
+    "$@"
     exit "$failed"
   ) &
   pids+=("$!")
@@ -70,7 +76,10 @@ part_build() {
   check "native module" 600 bash -c '. scripts/shared_gpu.sh && build_native'
   check "kernel modules" 600 scripts/gpu_kernels.sh build
 }
-part_kernels() { check kernels 200 "${TESTS[@]}" tests/test_kernels.py; }
+part_kernels() {
+  check kernels 200 "${TESTS[@]}" tests/test_kernels.py
+  check interference 90 "${TESTS[@]}" tests/test_bench_interference.py
+}
 part_faults() {
   check faults 120 "${TESTS[@]}" tests/test_kernel_faults.py tests/test_combine_gather.py
 }
@@ -97,31 +106,42 @@ part_rails() {
   fi
   local kernels=tests/test_rail_kernels.py whole=the_specification
   local rails=("${TESTS[@]}" --timeout 120)
-  beside "rails, routings" 400 "${rails[@]}" "$kernels" -k "$whole"
-  beside "rails, the rest" 400 "${rails[@]}" "$kernels" -k "not $whole"
-  beside "rails, memory" 400 "${rails[@]}" tests/test_rail_memory.py
-  beside "rails, faults" 400 "${rails[@]}" tests/test_rail_faults.py
-  beside "rails, worlds" 400 "${rails[@]}" tests/test_rail_{send,worlds}.py
+  beside check "rails, routings" 400 "${rails[@]}" "$kernels" -k "$whole"
+  beside check "rails, the rest" 400 "${rails[@]}" "$kernels" -k "not $whole"
+  beside check "rails, memory" 400 "${rails[@]}" tests/test_rail_memory.py
+  beside check "rails, faults" 400 "${rails[@]}" tests/test_rail_faults.py
+  beside check "rails, worlds" 400 "${rails[@]}" tests/test_rail_{send,worlds}.py
   meet
 }
 
 part_gin() { # processes; a world of ranks after the other
   local world
   need_mps gin || return
-  for world in 2x1 4x1 2x2 2x4 4x2 8x1; do
+  for world in $WORLDS; do
     check "rails, GIN $world" 150 "${TESTS[@]}" --timeout 120 tests/test_rail_gin.py -k "$world"
+    [[ " $FAULT_WORLDS " != *" $world "* ]] || check "rails, GIN faults $world" 150 \
+      "${TESTS[@]}" --timeout 120 tests/test_rail_gin_faults.py -k "$world"
   done
-  check "rails, GIN faults" 200 "${TESTS[@]}" --timeout 120 tests/test_rail_gin_faults.py
+  stop_mps
+}
+
+part_doctor() {
+  need_mps doctor || return
   check "doctor --nccl" 200 "${TESTS[@]}" --timeout 120 tests/test_doctor_nccl.py
   stop_mps
 }
 
-# sanitize TOOL OPTION...: over the tests marked for it, the C example and the rails
+part_training() {
+  check "graphs of layers" 300 "${TESTS[@]}" --timeout 120 tests/test_megatron_graphs.py
+}
+
+# sanitize TOOL OPTION...: over the tests marked for it, the C example and the rails; limits are
+# those of four tools at a time
 sanitize() {
   local tool=$1
   shift
   check "$tool" 400 compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" \
-    "${TESTS[@]}" --timeout 140 "${SANITIZED[@]}"
+    "${TESTS[@]}" --timeout 300 "${SANITIZED[@]}"
   check "$tool example" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" \
     build/gpu_kernels/table_peers
   check "$tool rails" 200 env PYTHONPATH="$PWD" compute-sanitizer --tool "$tool" \
@@ -132,19 +152,26 @@ part_sanitize() {
   # The kernels share one launch here, so code may be loaded lazily; eager loading takes minutes.
   # Without the cache of torch, each tensor is an allocation whose end the tools can see.
   export CUDA_MODULE_LOADING=LAZY PYTORCH_NO_CUDA_MEMORY_CACHING=1
-  sanitize memcheck "${OURS[@]}"
-  sanitize initcheck # follows what other kernels write, so it must see them all
-  sanitize racecheck "${OURS[@]}"
+  beside sanitize memcheck "${OURS[@]}"
+  beside sanitize initcheck # follows what other kernels write, so it must see them all
+  beside sanitize racecheck "${OURS[@]}"
   # It counts a block's barriers from cuda::barrier objects, of which ours are none: told here.
-  sanitize synccheck "${OURS[@]}" --num-cuda-barriers 256
+  beside sanitize synccheck "${OURS[@]}" --num-cuda-barriers 256
+  meet
   export CUDA_MODULE_LOADING=EAGER
   unset PYTORCH_NO_CUDA_MEMORY_CACHING
 }
 
+for world in $WORLDS; do # a part of a name would select the tests of others
+  if [[ " $ALL_WORLDS " != *" $world "* ]]; then
+    echo "WORLDS has $world; worlds: $ALL_WORLDS"
+    exit 2
+  fi
+done
 : >"$RESULTS/table.txt"
 for part in "$@"; do
   if ! declare -F "part_$part" >/dev/null; then
-    echo "no part is called $part; parts: ${ALL_PARTS[*]}"
+    echo "no part is called $part; parts: ${ALL_PARTS[*]} training"
     exit 2
   fi
   "part_$part"
