@@ -1,4 +1,7 @@
-"""Builds the native module where nvcc and NCCL's headers are found; pure Python elsewhere."""
+"""Builds the native module where nvcc and NCCL's headers are found; pure Python elsewhere.
+
+EP_GIN_PROXY_ONLY=1 leaves out all kinds of GIN but the proxy: for tests, where it is the only one.
+"""
 
 import os
 import re
@@ -18,6 +21,8 @@ NEED_NO_NCCL = ("csrc/api/", "csrc/kernels/")  # their objects serve all version
 FLAGS = ("-std=c++17", "-O3", "-lineinfo", "-cudart=static", "-Icsrc")
 HOST_FLAGS = "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Werror"
 ARCHITECTURES = ("arch=compute_90,code=sm_90", "arch=compute_100,code=[sm_100,compute_100]")
+# Kinds of GIN of which NCCL's device headers compile nothing then; EFA's came after 2.30.7.
+NOT_PROXY = ("GDAKI", "GPI", "EFA_GDA")
 # Hidden symbols: else the copy of the CUDA runtime that torch loaded would answer our calls.
 LINK_FLAGS = ("-shared", "-Xlinker=--exclude-libs,ALL", "-lrt", "-ldl", "-lpthread")
 
@@ -39,6 +44,13 @@ def find_nccl() -> tuple[Path, tuple[int, ...]]:
     return Path(), ()
 
 
+def gin_flags() -> list[str]:
+    """For nvcc: which kinds of GIN the kernels can post to; all of them without any flag."""
+    if os.environ.get("EP_GIN_PROXY_ONLY", "0") in ("", "0"):
+        return []
+    return [f"-DNCCL_GIN_{kind}_ENABLE=0" for kind in NOT_PROXY]
+
+
 class BuildNative(build_ext):
     """Compiles and links with nvcc; an object newer than every file of csrc is kept."""
 
@@ -52,7 +64,11 @@ class BuildNative(build_ext):
         nvcc += [f"-isystem={folder}" for folder in folders]
         nvcc += [f"-gencode={architecture}" for architecture in ARCHITECTURES]
         kept = Path("build", str(sysconfig.get_config_var("SOABI")))
-        with_nccl = ([*nvcc, f"-isystem={nccl}"], kept / "nccl-{}.{}.{}".format(*version))
+        gin = gin_flags()
+        with_nccl = (
+            [*nvcc, *gin, f"-isystem={nccl}"],
+            kept / ("nccl-{}.{}.{}".format(*version) + ("-proxy" if gin else "")),
+        )
         target = self.get_ext_fullpath(ext.name)
         self.mkpath(os.path.dirname(target))
         with ThreadPoolExecutor(os.cpu_count()) as pool:

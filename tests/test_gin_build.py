@@ -1,0 +1,51 @@
+"""Kinds of GIN in a build: all of them, or the proxy alone (EP_GIN_PROXY_ONLY of setup.py)."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NCCL = Path(sysconfig.get_path("platlib"), "nvidia/nccl/include")
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "setup.py").is_file(), reason="setup.py is not beside the tests"
+)
+
+
+def flags_of(monkeypatch: pytest.MonkeyPatch, value: str) -> list[str]:
+    """What setup.py gives to nvcc."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["setup.py", "--name"])
+    monkeypatch.setenv("EP_GIN_PROXY_ONLY", value)
+    found: list[str] = runpy.run_path("setup.py")["gin_flags"]()
+    return found
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_a_build_has_all_kinds_unless_asked(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    assert flags_of(monkeypatch, value) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("nvcc") is None or not (NCCL / "nccl.h").is_file(),
+    reason="needs nvcc and the headers of an NCCL wheel",
+)
+@pytest.mark.parametrize(("value", "has_gdaki"), [("0", True), ("1", False)])
+def test_gin_kernels_compile_with_the_proxy_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str, has_gdaki: bool
+) -> None:
+    """Told by the names of functions, as the headers' own are in the object."""
+    made = tmp_path / "probe.o"
+    command = ["nvcc", "-std=c++17", "-O1", "-c", f"-I{ROOT / 'csrc'}", f"-isystem={NCCL}"]
+    command += ["-gencode=arch=compute_90,code=sm_90", *flags_of(monkeypatch, value)]
+    command += ["-lineinfo", "-o", str(made), str(ROOT / "csrc/transport/gin_probe.cu")]
+    subprocess.run(command, check=True, timeout=300)
+    content = made.read_bytes()
+    assert b"nccl3gin5proxy" in content
+    assert (b"nccl3gin5gdaki" in content) == has_gdaki
