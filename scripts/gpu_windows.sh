@@ -15,4 +15,4 @@ build_native || exit 1
 step "MPS"
 start_mps || exit 1
 step "tests"
-timeout "${LIMIT_S:-400}" "$PYTHON" -m pytest tests/test_device.py tests/test_native.py tests/test_c_abi.py "$@"
+timeout "${LIMIT_S:-400}" "$PYTHON" -m pytest tests/test_device.py tests/test_native.py tests/test_c_abi*.py "$@"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from abi_arguments import ADDRESS, CALLS, LAYOUT, PLAN_POINTERS, arguments, module_or_skip, set_all
+from abi_arguments import ADDRESS, CALLS, LAYOUT, PLAN_POINTERS, arguments, module_or_skip
 
 from ep_dispatcher import device
 
@@ -202,111 +202,6 @@ def test_a_refusal_has_an_alignment_of_its_own(module: Any) -> None:  # noqa: AN
 def test_no_address_is_refused(module: Any, name: str, read: Callable[[Any], Any]) -> None:  # noqa: ANN401
     with pytest.raises(ValueError, match=f"{name} is 0; it must be the address of host memory"):
         read(module)
-
-
-RAIL = {"num_domains": 2, "domain": 0, "num_blocks": 2, "max_tokens": 64, "exact": False, "net": 0}
-RAIL_POINTERS = ("expert_rank", "expert_order", "owner_first")
-RAIL_CALLS: dict[str, tuple[str, dict[str, int]]] = {
-    "rail_exchange": (
-        "RailPlanArgs",
-        {"topk_idx": ADDRESS, "num_tokens": 8, "num_topk": 4, "alignment": 1, "capacity_rows": -1,
-         "dst_rank": ADDRESS, "dst_row": ADDRESS, "counts": ADDRESS},
-    ),
-    "rail_send": (
-        "RailSendArgs",
-        {"topk_idx": ADDRESS, "x": ADDRESS, "num_tokens": 8, "num_topk": 4, "row_bytes": 512},
-    ),
-    "rail_dispatch": ("RailDispatchArgs", {}),
-    "rail_return": ("RailReturnArgs", {"segment_tokens": 64}),
-}  # fmt: skip
-
-
-def rail_arguments(
-    module: Any,  # noqa: ANN401
-    call: str,
-    fields: dict[str, int] | None = None,
-    *,
-    rail: dict[str, int] | None = None,
-    context: dict[str, int] | None = None,
-) -> Any:  # noqa: ANN401
-    """As `arguments`; those of a call within the domain go to its part."""
-    kind, defaults = RAIL_CALLS[call]
-    inner = "combine" if call == "rail_return" else "dispatch"
-    domain = arguments(module, inner, context=context, plan={"num_tokens": LAYOUT["max_tokens"]})
-    told = module.Rail(domain.context, **RAIL)
-    told.set_rail_bases([ADDRESS] * RAIL["num_domains"])
-    set_all(told, dict.fromkeys(RAIL_POINTERS, ADDRESS) | (rail or {}))
-    if kind in ("RailPlanArgs", "RailSendArgs"):
-        args = getattr(module, kind)(domain.context, told)
-        set_all(args, defaults | (fields or {}))
-        return args
-    set_all(domain, defaults | (fields or {}))
-    return getattr(module, kind)(domain, told, 8, ADDRESS)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it would be launched")
-@pytest.mark.parametrize("call", RAIL_CALLS)
-def test_right_arguments_of_rails_pass_every_check(module: Any, call: str) -> None:  # noqa: ANN401
-    with pytest.raises(RuntimeError, match="the launch failed"):
-        getattr(module, call)(rail_arguments(module, call), 0)
-
-
-@pytest.mark.parametrize(
-    ("call", "field", "value", "words"),
-    [
-        ("rail_exchange", "topk_idx", ADDRESS + 4, "topk_idx is 268435460; .* multiple of 8"),
-        ("rail_exchange", "counts", ADDRESS + 4, "counts is 268435460; .* multiple of 8"),
-        ("rail_exchange", "num_tokens", 65, r"num_tokens is 65; it must be in \[0, 64\]"),
-        ("rail_send", "topk_idx", ADDRESS + 4, "topk_idx is 268435460; .* multiple of 8"),
-        ("rail_send", "topk_weights", ADDRESS + 2, "topk_weights is"),
-        ("rail_dispatch", "recv_weights_offset", 1 << 20, "topk_weights is NULL"),
-        ("rail_return", "hidden", 1 << 62, "hidden is 4611686018427387904"),
-        ("rail_return", "hidden", -(1 << 62), "hidden is -4611686018427387904"),
-        ("rail_return", "hidden", 0, r"hidden is 0; it must be in \[1,"),
-    ],
-)
-def test_arguments_of_rails_out_of_range_are_named(
-    module: Any,  # noqa: ANN401
-    call: str,
-    field: str,
-    value: int,
-    words: str,
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        getattr(module, call)(rail_arguments(module, call, {field: value}), 0)
-
-
-@pytest.mark.parametrize("call", RAIL_CALLS)
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("timeout_ns", 0, "timeout_ns is 0"),
-        ("fault", ADDRESS + 4, "fault is 268435460; it must be a multiple of 8"),
-        ("expert_local", 0, "expert_local is NULL"),
-    ],
-)
-def test_a_context_out_of_range_is_refused_by_rails(
-    module: Any,  # noqa: ANN401
-    call: str,
-    field: str,
-    value: int,
-    words: str,
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        getattr(module, call)(rail_arguments(module, call, context={field: value}), 0)
-
-
-@pytest.mark.parametrize(("net", "pointer"), [(1, "chaos"), (2, "gin_device_comm")])
-def test_structs_of_a_net_are_aligned(
-    module: Any,  # noqa: ANN401
-    monkeypatch: pytest.MonkeyPatch,
-    net: int,
-    pointer: str,
-) -> None:
-    monkeypatch.setitem(RAIL, "net", net)
-    args = rail_arguments(module, "rail_exchange", rail={pointer: ADDRESS + 4})
-    with pytest.raises(ValueError, match=f"{pointer} is 268435460; it must be a multiple of 8"):
-        module.rail_exchange(args, 0)
 
 
 @pytest.mark.parametrize("size", ["ep_chaos_bytes", "ep_max_records", "ep_chunk_stride"])

@@ -101,6 +101,9 @@ void check_shape(Checker* check, const EpWindowShape& shape);
 void check_context(Checker* check, const EpContext& context);
 void check_plan(Checker* check, const EpContext& context, const EpPlan& plan);
 
+// Where sums of several domains' tokens go. After the sizes.
+void check_segments(Checker* check, const EpCombineArgs& args);
+
 // Of two ranks of one launch: different ranks, whose windows are laid out alike.
 void check_pair(Checker* check, const EpContext& context, const EpContext& earlier);
 

@@ -189,8 +189,10 @@ void check_gather(Checker* check, const EpCombineArgs& args) {
   }
 }
 
-// Where sums of several domains' tokens go. After the sizes.
-void check_segments(Checker* check, const EpCombineArgs& args, int element_bytes) {
+}  // namespace
+
+void check_segments(Checker* check, const EpCombineArgs& args) {
+  const int element_bytes = args.dtype == EP_FLOAT32 ? 4 : 2;
   const int64_t tokens = args.plan.num_tokens;
   check->range("segment_tokens", args.segment_tokens, 0, args.context.shape.max_tokens);
   if (args.segment_tokens <= 0) {
@@ -222,6 +224,8 @@ void check_segments(Checker* check, const EpCombineArgs& args, int element_bytes
   }
 }
 
+namespace {
+
 void check_call(Checker* check, const EpCombineArgs& args) {
   check_context(check, args.context);
   check_plan(check, args.context, args.plan);
@@ -247,7 +251,7 @@ void check_call(Checker* check, const EpCombineArgs& args) {
   if (args.row_weights_grad != nullptr) {
     check->pointer("weights_grad", args.weights_grad, args.plan.num_tokens > 0);
   }
-  check_segments(check, args, element_bytes);
+  check_segments(check, args);
 }
 
 // What decides the shape of a launch is equal for all ranks in it.

@@ -1,5 +1,6 @@
 /* ep_dispatcher, C ABI: plan, dispatch and combine of one NVLink domain, over raw pointers and
- * CUDA streams. A C program needs this header and the library, nothing else.
+ * CUDA streams. A C program needs this header and the objects of csrc/kernels and csrc/api, linked
+ * with nvcc (scripts/gpu_kernels.sh, step example).
  *
  * Letters: T tokens of this rank, K slots of a token, E experts, P ranks, L experts of this rank,
  * R rows that this rank receives (padding included).
@@ -162,7 +163,8 @@ typedef struct EpContext {
   void* window_base[EP_MAX_RANKS]; /* start of each rank's window, as this rank addresses it */
   int32_t test_mutation;           /* 0; see csrc/kernels/mutation.cuh (test builds only) */
   int32_t test_delay_us;           /* 0; stall of this rank at the points that a test names */
-  int32_t first_rank; /* of this domain among all ranks; added to the ranks that a fault names */
+  int32_t first_rank; /* of this domain among all ranks, at most 65535 - P; added to the ranks that
+                         a fault names */
   int32_t reserved;
 } EpContext;
 
@@ -191,7 +193,9 @@ typedef struct EpRouteArgs {
   EpPlan plan;
   const int64_t* topk_idx; /* [T, K] in [-1, E); -1 marks a dropped slot */
   int64_t capacity_rows;   /* static mode: rows of every receiver; -1: no bound */
-  int32_t alignment;       /* rows of each expert are padded to a multiple of this */
+  int32_t alignment;       /* rows of each expert are padded to a multiple of this power of two, at
+                              most 4096; 4095 on a rank that refuses its routing: all others hear of
+                              it */
   int32_t only_refusals;   /* 1: the mailbox is written only if the plan must not be used */
   EpMailbox* mailbox;      /* pinned; NULL if the host does not ask */
   uint64_t ticket;         /* not 0, another one for each call that uses this mailbox */
@@ -229,8 +233,8 @@ typedef struct EpCombineArgs {
   int32_t reserved;
   /* Form gather: the same rows and gradients by their place in this rank's window. They may be
    * written again by work that the stream runs after this call. */
-  int64_t expert_out_offset;       /* 16-byte aligned */
-  int64_t row_weights_grad_offset; /* 4-byte aligned; -1 on all ranks for none */
+  int64_t expert_out_offset;       /* 16-byte aligned; at or after total_bytes, or 0 if R is 0 */
+  int64_t row_weights_grad_offset; /* 4-byte aligned, likewise; -1 on all ranks for none */
   /* Several domains (ep_rail.h), form push: sums of segment home_segment go to `out` or `own_out`,
    * those of the others to slots of segment_stride bytes, [segments - 1][segment_tokens], gradients
    * behind them. segment_tokens is 0 otherwise. */

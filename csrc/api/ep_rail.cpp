@@ -67,7 +67,7 @@ void check_call(Checker* check, const EpRailPlanArgs& args) {
   check->pointer("dst_rank", args.dst_rank, tokens);
   check->pointer("dst_row", args.dst_row, tokens);
   check->pointer("counts", args.counts, true, kLongAlignment);
-  check->range("alignment", args.alignment, 1, 4096);
+  check->alignment(args.alignment);
   check->range("capacity_rows", args.capacity_rows, -1, kMaxRows);
   check->zero("reserved", args.reserved);
 }
@@ -118,6 +118,7 @@ void check_call(Checker* check, const EpRailReturnArgs& args) {
   check->range("dtype", domain.dtype, EP_BFLOAT16, EP_FLOAT32);
   check->range("exact", domain.exact, 0, 1);
   check->range("segment_tokens", domain.segment_tokens, args.rail.max_tokens, args.rail.max_tokens);
+  check->range("home_segment", domain.home_segment, args.rail.domain, args.rail.domain);
   check->range("hidden", domain.hidden, 1, kMaxRowBytes / 4);
   if (!check->ok()) {
     return;  // the size below would overflow
@@ -125,7 +126,61 @@ void check_call(Checker* check, const EpRailReturnArgs& args) {
   const int element_bytes = domain.dtype == EP_FLOAT32 || domain.exact != 0 ? 4 : 2;
   check->range("bytes of a partial row", domain.hidden * element_bytes, 16,
                domain.context.shape.partial_bytes);
-  check->pointer("own_out", domain.own_out, domain.exact != 0 && domain.dtype != EP_FLOAT32);
+  check_segments(check, domain);
+}
+
+const EpContext& context_of(const EpRailPlanArgs& args) {
+  return args.context;
+}
+const EpContext& context_of(const EpRailSendArgs& args) {
+  return args.context;
+}
+const EpContext& context_of(const EpRailDispatchArgs& args) {
+  return args.domain.context;
+}
+const EpContext& context_of(const EpRailReturnArgs& args) {
+  return args.domain.context;
+}
+
+// What decides the shape of a launch is equal for all ranks in it.
+void check_alike(Checker* /*check*/, const EpRailPlanArgs& /*args*/,
+                 const EpRailPlanArgs& /*first*/) {}
+
+void check_alike(Checker* check, const EpRailSendArgs& args, const EpRailSendArgs& first) {
+  check->equal("row_bytes", args.row_bytes, first.row_bytes);
+}
+
+void check_alike(Checker* check, const EpRailDispatchArgs& args, const EpRailDispatchArgs& first) {
+  check->equal("row_bytes", args.domain.row_bytes, first.domain.row_bytes);
+  check->equal("duplicate", args.domain.duplicate, first.domain.duplicate);
+  check->equal("sent", args.sent, first.sent);
+}
+
+void check_alike(Checker* check, const EpRailReturnArgs& args, const EpRailReturnArgs& first) {
+  check->equal("hidden", args.domain.hidden, first.domain.hidden);
+  check->equal("dtype", args.domain.dtype, first.domain.dtype);
+  check->equal("exact", args.domain.exact, first.domain.exact);
+}
+
+void check_rails_alike(Checker* check, const EpRail& rail, const EpRail& first) {
+  check->equal("num_domains", rail.num_domains, first.num_domains);
+  check->equal("num_blocks", rail.num_blocks, first.num_blocks);
+  check->equal("net", rail.net, first.net);
+  check->equal("rail.exact", rail.exact, first.exact);
+  check->equal("rail.max_tokens", rail.max_tokens, first.max_tokens);
+}
+
+// Of a launch's ranks, each with all before it.
+template <class Args>
+void check_world(Checker* check, const Args* ranks, int num_ranks) {
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    check_call(check, ranks[rank]);
+    for (int earlier = 0; earlier < rank; ++earlier) {
+      check_pair(check, context_of(ranks[rank]), context_of(ranks[earlier]));
+    }
+    check_rails_alike(check, ranks[rank].rail, ranks[0].rail);
+    check_alike(check, ranks[rank], ranks[0]);
+  }
 }
 
 template <class Args>
@@ -137,9 +192,7 @@ EpStatus run(const Args* ranks, int num_ranks, void* stream,
                   std::to_string(EP_WORLD_RANKS));
   }
   Checker check;
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    check_call(&check, ranks[rank]);
-  }
+  check_world(&check, ranks, num_ranks);
   if (check.status() != EP_OK) {
     return EP_INVALID_ARGUMENT;
   }
