@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ep_dispatcher.errors import ConfigError
+from ep_dispatcher.launch import USER_ERROR
+from ep_dispatcher.profile import parity, schedule
 from ep_dispatcher.profile.beside import Timeline, evaluate, variants_of
 from ep_dispatcher.profile.clock import Clock, HostStamp, Span, hidden_ms, merge, overlap_of
 from ep_dispatcher.profile.parity import SPLIT, SplitCorpus, config_of
-from ep_dispatcher.profile.parity import main as parity_main
 from ep_dispatcher.profile.picture import last_layer
 from ep_dispatcher.profile.picture import main as picture
 from ep_dispatcher.profile.products import GroupedProducts
@@ -267,16 +268,34 @@ def test_words_of_a_parity_variant_change_the_config() -> None:
     assert found.ep_dispatcher.overlap.chunks == 3
     assert found.ep_dispatcher.debug_ledger
     assert found.model.hidden == config.model.hidden
-    plain = config_of("alltoall 1f1b", config, 3)
+    plain = config_of("alltoall 1f1b", load_config(path, ["train.num_micro_batches=2"]), 3)
     assert (plain.train.dispatcher, plain.train.overlap) == ("alltoall", True)
     assert not plain.ep_dispatcher.debug_ledger
+
+
+@pytest.mark.parametrize("module", [parity, schedule])
+def test_one_micro_batch_under_1f1b_is_refused_before_any_variant_runs(
+    module: Any,  # noqa: ANN401
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It would combine nothing; the message names the variant and the setting."""
+    monkeypatch.setattr(module, "open_runtime", lambda _: pytest.fail("a rank joined the job"))
+    path = Path(__file__).parent.parent / "configs" / "one_gpu_4ranks.yaml"
+    words = ["--config", str(path), "--variants", "alltoall,ours 1f1b"]
+    assert module.main(words) == USER_ERROR
+    said = capsys.readouterr().err
+    assert "variant 'ours 1f1b'" in said
+    assert "train.num_micro_batches to at least 2" in said
+    with pytest.raises(pytest.fail.Exception, match="a rank joined"):
+        module.main([*words, "--set", "train.num_micro_batches=2"])
 
 
 @pytest.mark.parametrize("name", ["deepep", "ours twice", ""])
 def test_unknown_parity_variants_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything runs; the message names the words."""
     with pytest.raises(SystemExit):
-        parity_main(["--config", "none.yaml", "--variants", f"alltoall,{name}"])
+        parity.main(["--config", "none.yaml", "--variants", f"alltoall,{name}"])
     assert "recompute" in capsys.readouterr().err
 
 

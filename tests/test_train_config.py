@@ -235,6 +235,9 @@ def test_nested_keys_can_be_overridden() -> None:
         ("model", "recompute", "full"),
         ("parallel", "expert", 1),
         ("parallel", "pipeline", 2),
+        ("train", "num_micro_batches", 1),
+        ("ep_dispatcher", "overlap", {"chunks": 2}),
+        ("ep_dispatcher", "overlap", {"chunks": "auto"}),
     ],
 )
 def test_what_the_combined_schedule_cannot_do_is_refused(
@@ -243,12 +246,31 @@ def test_what_the_combined_schedule_cannot_do_is_refused(
     """Before a rank starts, in one sentence, where Megatron would end with an assertion."""
     values: dict[str, dict[str, object]] = {
         "model": {"dtype": "bfloat16"},
-        "train": {"overlap": True},
+        "train": {"overlap": True, "num_micro_batches": 2},
         "parallel": {"ranks_per_node": 4, "expert": 2},
+        "ep_dispatcher": {},
     }
     config_from_dict(values)
     values[section][key] = value
+    name, shown = f"{section}.{key}", value
+    if isinstance(value, dict):
+        [(inner, shown)] = value.items()
+        name += f".{inner}"
     with pytest.raises(
-        ConfigError, match=rf"^train\.overlap is true with {section}\.{key} {value};"
+        ConfigError,
+        match=rf"^train\.overlap is true with {name} {shown}; .*, so set {name} to ",
     ):
         config_from_dict(values)
+
+
+def test_chunks_of_a_dispatcher_that_is_not_at_work_are_no_mistake() -> None:
+    """An ablation with alltoall leaves the section as it is; its chunks do nothing there."""
+    train = {"overlap": True, "num_micro_batches": 2, "dispatcher": "alltoall"}
+    config = config_from_dict(
+        {
+            "model": {"dtype": "bfloat16"},
+            "train": train,
+            "ep_dispatcher": {"overlap": {"chunks": 2}},
+        }
+    )
+    assert config.train.overlap

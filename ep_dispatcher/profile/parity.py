@@ -1,11 +1,13 @@
-"""Trains the same model with several dispatchers, one after the other, and compares the losses.
+r"""Trains the same model with several dispatchers, one after the other, and compares the losses.
 
-    torchrun --nproc-per-node 4 -m ep_dispatcher.profile.parity --config configs/one_gpu_4ranks.yaml
+    torchrun --nproc-per-node 4 -m ep_dispatcher.profile.parity \
+        --config configs/one_gpu_4ranks.yaml --set train.num_micro_batches=4
 
 Every variant starts from the same seed and reads the same text. Ours passes if its losses differ
 from alltoall's by no more than those of Megatron's allgather do, and if it gives the same bits
 when it is run again. "alltoall split" is a control for chunks: Megatron's dispatcher with each
-micro-batch in two halves, so that a weight's gradient is the sum of two products there too.
+micro-batch in two halves, so that a weight's gradient is the sum of two products there too. A
+variant "... 1f1b" needs two micro-batches a step or more, and all variants have equally many.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_dispatcher.bench.results import ResultLog, log_of_module
-from ep_dispatcher.errors import ConfigError
-from ep_dispatcher.launch import OK
+from ep_dispatcher.errors import ConfigError, EpError
+from ep_dispatcher.launch import OK, USER_ERROR, tell
 from ep_dispatcher.megatron.options import OverlapOptions
 from ep_dispatcher.profile.lines import sharing_of
 from ep_dispatcher.train.config import TrainConfig, load_config
@@ -129,6 +131,22 @@ def config_of(name: str, config: TrainConfig, chunks: int) -> TrainConfig:
     )
 
 
+def refuse_variants(names: Sequence[str], config: TrainConfig, chunks: int) -> None:
+    """Refuse variants that the config does not allow, before any of them is run.
+
+    Raises:
+        ConfigError: names the variant, and what to set for all of them.
+    """
+    for name in names:
+        try:
+            config_of(name, config, chunks)
+        except ConfigError as error:
+            raise ConfigError(
+                f"variant {name!r}: {error}; --set holds for all variants, or leave this "
+                "one out of --variants"
+            ) from error
+
+
 def _split(config: TrainConfig) -> TrainConfig:
     train, model = config.train, config.model
     if train.micro_batch % 2 or model.aux_loss:
@@ -200,6 +218,7 @@ def record(runs: dict[str, Run], config: TrainConfig, log: ResultLog) -> list[st
             ranks=config.parallel.num_ranks,
             num_sms=config.ep_dispatcher.num_sms,
             num_tokens=config.tokens_per_rank,
+            num_micro_batches=config.train.num_micro_batches,
             hidden=config.model.hidden,
             num_topk=config.model.num_topk,
             num_experts=config.model.num_experts,
@@ -229,7 +248,12 @@ def record(runs: dict[str, Run], config: TrainConfig, log: ResultLog) -> list[st
 def main(words: Sequence[str]) -> int:
     """Be one rank; returns the exit code."""
     args = _parser().parse_args(words)
-    config = load_config(args.config, [*args.overrides, f"train.steps={args.steps}"])
+    try:
+        config = load_config(args.config, [*args.overrides, f"train.steps={args.steps}"])
+        refuse_variants(args.variants, config, args.chunks)
+    except EpError as error:
+        tell(error, "profile.parity")
+        return USER_ERROR
     runtime = open_runtime(config)
     compare(words, config, runtime)
     dist.barrier()

@@ -7,7 +7,8 @@ Trains the same model with Megatron's dispatcher and with ours, plain and under 
 forward and backward of a step's micro-batches. Under 1F1B Megatron cuts a layer into nodes on two
 streams; each is clocked by events, so `hidden_fraction` is the part of the time of the nodes that
 dispatch or combine during which a node that computes ran on the same rank. With n micro-batches at
-most (n - 1) / n of it can be hidden: the first forward and the last backward have no partner.
+most (n - 1) / n of it can be hidden: the first forward and the last backward have no partner, so
+fewer than two are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 from ep_dispatcher.bench.results import ResultLog, log_of_module, summarise_times
-from ep_dispatcher.launch import OK
+from ep_dispatcher.errors import EpError
+from ep_dispatcher.launch import OK, USER_ERROR, tell
 from ep_dispatcher.profile.clock import (
     Clock,
     Span,
@@ -37,7 +39,7 @@ from ep_dispatcher.profile.clock import (
     total_ms,
 )
 from ep_dispatcher.profile.lines import layer_fields, sharing_of
-from ep_dispatcher.profile.parity import config_of
+from ep_dispatcher.profile.parity import config_of, refuse_variants
 from ep_dispatcher.train.config import TrainConfig, load_config
 from ep_dispatcher.train.data import Corpus, load_corpus
 from ep_dispatcher.train.progress import say
@@ -201,7 +203,12 @@ def measure(words: Sequence[str], config: TrainConfig, runtime: Runtime) -> None
 def main(words: Sequence[str]) -> int:
     """Be one rank of the measurement; returns the exit code."""
     args = _parser().parse_args(words)
-    config = load_config(args.config, args.overrides)
+    try:
+        config = load_config(args.config, args.overrides)
+        refuse_variants(args.variants.split(","), config, 1)
+    except EpError as error:
+        tell(error, "profile.schedule")
+        return USER_ERROR
     runtime = open_runtime(config)
     measure(words, config, runtime)
     dist.barrier()

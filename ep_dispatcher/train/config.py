@@ -181,7 +181,8 @@ class TrainSection(Section):
         clip_grad: largest norm of the gradient; 0 for no clipping.
         weight_decay: of AdamW.
         distributed_optimizer: shard the optimizer's state over the data-parallel ranks.
-        overlap: hide expert communication behind another micro-batch (needs bfloat16).
+        overlap: hide expert communication behind another micro-batch (needs bfloat16 and
+            `num_micro_batches` of at least 2).
         delay_weight_gradients: compute the experts' weight gradients while the gradients of their
             rows travel home (needs Transformer Engine and megatron-core 0.18 or later).
         seed: of the initial parameters and the order of the text.
@@ -377,8 +378,13 @@ def _put(values: dict[str, Any], path: Sequence[str], value: object) -> None:
 
 
 def _check_overlap(config: TrainConfig) -> None:
-    """Refuse what Megatron's combined schedule cannot do, before a rank is started."""
+    """Refuse what Megatron's combined schedule cannot do, before a rank is started.
+
+    It runs the first forward and the last backward of a step alone, so with one micro-batch it
+    would combine nothing and still be called an overlap.
+    """
     model, parallel, train = config.model, config.parallel, config.train
+    chunks = config.ep_dispatcher.overlap.chunks
     for name, value, refused, why, instead in (
         ("train.delay_weight_gradients", train.delay_weight_gradients, train.delay_weight_gradients,
          "that schedule has a delay of its own", "false"),
@@ -392,6 +398,11 @@ def _check_overlap(config: TrainConfig) -> None:
          "it needs several model chunks a stage there, which this command does not make", "1"),
         ("train.dispatcher", train.dispatcher, train.dispatcher == "allgather",
          "Megatron has no schedule for it", "ep_dispatcher or alltoall"),
+        ("train.num_micro_batches", train.num_micro_batches, train.num_micro_batches < 2,
+         "it hides the communication of one micro-batch behind another", "at least 2"),
+        ("ep_dispatcher.overlap.chunks", chunks,
+         chunks != 1 and train.dispatcher == "ep_dispatcher",
+         "both would hide the same communication", "1"),
     ):  # fmt: skip
         if refused:
             raise ConfigError(
