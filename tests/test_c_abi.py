@@ -63,7 +63,8 @@ def test_sizes_of_a_window_out_of_range_are_named(
         ("route", "capacity_rows", 1 << 31, "capacity_rows is 2147483648"),
         ("route", "mailbox", ADDRESS, "ticket is 0"),
         ("route", "mailbox", ADDRESS + 4, "multiple of 8"),
-        ("route", "segment_shift", ADDRESS, "segment_tokens is 0"),
+        ("route", "segment_shift", ADDRESS, "segment_tokens is 0; it must divide max_tokens, 128"),
+        ("route", "segment_tokens", 8, "segment_tokens .* is 8; it must be 0"),
         ("dispatch", "row_bytes", 24, "row_bytes is 24; it must be a multiple of 16"),
         ("dispatch", "row_bytes", (1 << 63) - 16, "row_bytes is 9223372036854775792"),
         ("dispatch", "recv_rows", 1 << 31, "recv_rows is 2147483648"),
@@ -180,6 +181,7 @@ def test_rows_that_peers_read_lie_behind_the_regions(
 @pytest.mark.parametrize("value", [0, 1 << 20])
 def test_a_rank_without_rows_names_no_place(module: Any, value: int) -> None:  # noqa: ANN401
     fields = {"form": 1, "expert_out_offset": value, "row_weights_grad_offset": value}
+    fields |= {"weights_grad": ADDRESS}
     with pytest.raises(RuntimeError, match="the launch failed"):
         module.combine(arguments(module, "combine", fields), 0)
 

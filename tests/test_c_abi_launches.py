@@ -110,6 +110,7 @@ def test_segments_out_of_range_are_named(
 @pytest.mark.parametrize(
     ("call", "field", "value"),
     [
+        ("route", "capacity_rows", 10),
         ("dispatch", "row_bytes", 1024),
         ("dispatch", "duplicate", 1),
         ("combine", "dtype", 1),
@@ -123,7 +124,7 @@ def test_ranks_of_one_launch_must_agree_on_its_shape(
     field: str,
     value: int,
 ) -> None:
-    """The launch has the first rank's shared memory."""
+    """The launch has the shape of the first rank, and senders take its capacity for all."""
     ranks = [arguments(module, call), arguments(module, call, {field: value}, ep_rank=1)]
     with pytest.raises(ValueError, match=f"{field} is {value} on one rank of a launch and"):
         getattr(module, f"{call}_world")(ranks, 0)

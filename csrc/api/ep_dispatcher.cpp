@@ -144,8 +144,11 @@ void check_call(Checker* check, const EpRouteArgs& args) {
   }
   check->pointer("segment_shift", args.segment_shift, false);
   check->pointer("verdict", args.verdict, false, kLongAlignment);
-  if (args.segment_shift != nullptr) {
-    check->range("segment_tokens", args.segment_tokens, 1, args.context.shape.max_tokens);
+  if (args.segment_shift == nullptr) {
+    check->zero("segment_tokens (without segment_shift)", args.segment_tokens);
+  } else if (args.segment_tokens < 1 || args.context.shape.max_tokens % args.segment_tokens != 0) {
+    check->fail("segment_tokens is " + std::to_string(args.segment_tokens) +
+                "; it must divide max_tokens, " + std::to_string(args.context.shape.max_tokens));
   }
 }
 
@@ -174,9 +177,9 @@ void check_call(Checker* check, const EpDispatchArgs& args) {
 void check_rows_at(Checker* check, const EpContext& context, const char* name, int64_t offset,
                    int64_t alignment) {
   if (offset != 0) {
+    check->multiple(name, offset, alignment);
     check->range((std::string(name) + " (0 without rows)").c_str(), offset,
                  context.window.total_bytes, kMaxBytes);
-    check->multiple(name, offset, alignment);
   }
 }
 
@@ -184,6 +187,7 @@ void check_gather(Checker* check, const EpCombineArgs& args) {
   check_rows_at(check, args.context, "expert_out_offset", args.expert_out_offset, kRowAlignment);
   if (args.row_weights_grad_offset != -1) {
     check_rows_at(check, args.context, "row_weights_grad_offset", args.row_weights_grad_offset, 4);
+    check->pointer("weights_grad", args.weights_grad, args.plan.num_tokens > 0);
   } else if (args.weights_grad != nullptr) {
     check->fail("row_weights_grad_offset is -1 but weights_grad is not NULL; give both or none");
   }
@@ -255,7 +259,9 @@ void check_call(Checker* check, const EpCombineArgs& args) {
 }
 
 // What decides the shape of a launch is equal for all ranks in it.
-void check_alike(Checker* /*check*/, const EpRouteArgs& /*args*/, const EpRouteArgs& /*first*/) {}
+void check_alike(Checker* check, const EpRouteArgs& args, const EpRouteArgs& first) {
+  check->equal("capacity_rows", args.capacity_rows, first.capacity_rows);
+}
 
 void check_alike(Checker* check, const EpDispatchArgs& args, const EpDispatchArgs& first) {
   check->equal("row_bytes", args.row_bytes, first.row_bytes);

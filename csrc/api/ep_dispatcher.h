@@ -183,7 +183,8 @@ typedef struct EpPlan {
   int64_t* expert_offsets;           /* [L] first row of each local expert */
   int64_t* totals;                   /* [4] rows, demand rows, records, 0 */
   uint32_t* record_header;           /* [ep_max_records] token << 12 | rows */
-  int32_t* record_row;               /* [ep_max_records, K] local rows, ascending, then -1 */
+  int32_t* record_row;    /* [ep_max_records, shape.num_topk] local rows, ascending, as many as the
+                             header says; what follows them is undefined */
   int32_t* chunk_first;   /* [P, ep_chunk_stride] first record of each chunk of a source's tokens */
   int32_t* source_tokens; /* [P] T of each source */
 } EpPlan;
@@ -192,13 +193,13 @@ typedef struct EpRouteArgs {
   EpContext context;
   EpPlan plan;
   const int64_t* topk_idx; /* [T, K] in [-1, E); -1 marks a dropped slot */
-  int64_t capacity_rows;   /* static mode: rows of every receiver; -1: no bound */
-  int32_t alignment;       /* rows of each expert are padded to a multiple of this power of two, at
+  int64_t capacity_rows; /* static mode: rows of every receiver, equal on all ranks; -1: no bound */
+  int32_t alignment;     /* rows of each expert are padded to a multiple of this power of two, at
                               most 4096; 4095 on a rank that refuses its routing: all others hear of
                               it */
-  int32_t only_refusals;   /* 1: the mailbox is written only if the plan must not be used */
-  EpMailbox* mailbox;      /* pinned; NULL if the host does not ask */
-  uint64_t ticket;         /* not 0, another one for each call that uses this mailbox */
+  int32_t only_refusals; /* 1: the mailbox is written only if the plan must not be used */
+  EpMailbox* mailbox;    /* pinned; NULL if the host does not ask */
+  uint64_t ticket;       /* not 0, another one for each call that uses this mailbox */
   /* Several domains (ep_rail.h): token t belongs to segment t / segment_tokens, whose rows of
    * expert e from source p start segment_shift[p][segment][e] later. NULL and 0 otherwise. */
   const int32_t* segment_shift; /* device [P][segments][E] */
@@ -222,7 +223,7 @@ typedef struct EpDispatchArgs {
 typedef struct EpCombineArgs {
   EpContext context;
   EpPlan plan;
-  const void* expert_out;        /* [R, hidden]; 16-byte aligned. Form push */
+  const void* expert_out;        /* [R, hidden]; 16-byte aligned; NULL only if R is 0. Form push */
   void* out;                     /* [T, hidden]; 16-byte aligned */
   const float* row_weights_grad; /* [R]; NULL on all ranks, or where R is 0. Form push */
   float* weights_grad;           /* [T, K]; NULL on all ranks, or where T is 0 */

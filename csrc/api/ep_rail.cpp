@@ -143,8 +143,9 @@ const EpContext& context_of(const EpRailReturnArgs& args) {
 }
 
 // What decides the shape of a launch is equal for all ranks in it.
-void check_alike(Checker* /*check*/, const EpRailPlanArgs& /*args*/,
-                 const EpRailPlanArgs& /*first*/) {}
+void check_alike(Checker* check, const EpRailPlanArgs& args, const EpRailPlanArgs& first) {
+  check->equal("capacity_rows", args.capacity_rows, first.capacity_rows);
+}
 
 void check_alike(Checker* check, const EpRailSendArgs& args, const EpRailSendArgs& first) {
   check->equal("row_bytes", args.row_bytes, first.row_bytes);

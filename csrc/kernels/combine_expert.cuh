@@ -57,6 +57,7 @@ class Pusher {
         partial_bytes_(partial_bytes),
         position_(kOutboxes) {
     lane_ = static_cast<int>(threadIdx.x) % 32;
+    has_rows_ = block_.args.plan.totals[0] > 0;
   }
 
   // Pushes the partial rows of all records of this group.
@@ -88,6 +89,7 @@ class Pusher {
       const uint64_t word = load_acquire_sys(credit_word());
       granted_ = word >= credit_value() && agrees(word);  // O3, O4
     }
+    __syncwarp();
     fence_proxy_async();
     return count;
   }
@@ -103,12 +105,12 @@ class Pusher {
     return mine_.opens_ring ? entry_word(group_.watch->epoch, false)
                             : block_.passed(mine_.index - block_.depth);
   }
-  // Whether this rank gives gradients for this lane's record if its home wants them, as its entry
-  // says; rows that capacity has dropped have none. A home in this epoch cannot be past it: it lacks
-  // this record.
+  // Whether this rank gives gradients if the home of this lane's record wants them, as its entry
+  // says; without rows it has none to give. A home in this epoch cannot be past it: it lacks this
+  // record.
   __device__ bool agrees(uint64_t entry) const {
     const bool gives = block_.args.row_weights_grad != nullptr;
-    return !mine_.opens_ring || num_rows_ == 0 || ((entry & kEntryWantsGradients) != 0) == gives;
+    return !mine_.opens_ring || !has_rows_ || ((entry & kEntryWantsGradients) != 0) == gives;
   }
 
   __device__ bool push(int at) {
@@ -212,6 +214,7 @@ class Pusher {
       }
     }
     here = __all_sync(~0u, here);
+    __syncwarp();
     fence_proxy_async();
     return here;
   }
@@ -222,6 +225,7 @@ class Pusher {
   int64_t partial_bytes_;
   RingPosition position_;
   int lane_;
+  bool has_rows_;         // below the capacity
   int unread_ = -1;       // outbox whose store may still read it
   unsigned pushed_ = 0;   // lanes whose records are pushed but not released
   Record mine_{};         // this lane's record, and

@@ -133,8 +133,10 @@ class StageLoader {
     return true;
   }
 
-  // Tells the summing warps that no more comes.
+  // Tells the summing warps that no more comes. They may be gone by now, without waiting for the
+  // last loads, if the block has to leave.
   __device__ void finish() {
+    drain();
     if (mbarrier_wait(group_.watch, &group_.shared->empty[position_.at()],
                       position_.previous_parity()) &&
         lane_ == 0) {
@@ -143,14 +145,15 @@ class StageLoader {
     }
   }
 
-  // After a fault: a block must not end while the copy engine still writes into its memory.
-  __device__ void drain() {
+  // A block must not end while the copy engine still writes into its memory.
+  __device__ void drain() const {
+    RingPosition position = position_;
     for (int passed = 0; passed < group_.shape.num_stages; ++passed) {
       const bool loaded = loads_ + passed >= group_.shape.num_stages;
       while (loaded &&
-             !mbarrier_try(&group_.shared->full[position_.at()], position_.previous_parity())) {
+             !mbarrier_try(&group_.shared->full[position.at()], position.previous_parity())) {
       }
-      position_.step();
+      position.step();
     }
   }
 

@@ -94,7 +94,9 @@ __device__ inline bool wait_for_partials(const CombineBlock& block, const Contri
                         {rank, EP_PHASE_COMBINE_PARTIAL, block.channel});
     }
   }
-  return __all_sync(~0u, here);
+  here = __all_sync(~0u, here);
+  __syncwarp();  // a vote orders no memory
+  return here;
 }
 
 // Segment by segment, the terms of each by ascending rank.

@@ -14,8 +14,9 @@
 // Ordering    O1 row stores -> bulk group complete -> async-proxy fence -> __syncwarp -> fence at
 //                system scope -> rows_done.
 //             O2 rows_done of all sources (acquire) -> kernel end -> reads of recv_x.
-//             O3 dispatch_ready of a peer (acquire) -> stores into its rows: it says where this
-//                launch's rows start and that the peer's earlier work on them is over.
+//             O3 dispatch_ready of a peer (acquire) -> __syncthreads -> async-proxy fence -> stores
+//                into its rows: it says where this launch's rows start and that the peer's earlier
+//                work on them is over.
 //             O4 a stage is loaded again only after the stores that read it: bulk wait (read) by
 //                every lane that issued one -> __syncwarp -> load.
 //             O5 rows_done of a source's warp (acquire) -> async-proxy fence -> bulk load of a row that

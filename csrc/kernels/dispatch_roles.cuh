@@ -342,6 +342,7 @@ __device__ inline void dispatch_channel(const EpDispatchArgs& args, Rows* rows, 
   const bool skip = mutated(args.context, Mutation::kDispatchSkipEntry);
   const bool entered = wait_for_entries(args.context, entry_of(args), channel, skip,  // O3
                                         &shared->watch, shared->rows_at, shared->weights_at);
+  fence_proxy_async();  // O3
   if (duplicator < 0) {
     send(args, sender, rows, entered);
   } else if (entered) {

@@ -22,7 +22,8 @@ __device__ __forceinline__ int rank_of_block(int num_channels) {
 
 // Reads the epoch that this launch has and sets the deadline of its waits. False: the group has
 // failed, and what earlier launches have left, a plan above all, may be unfinished; the block leaves.
-// All threads call it and get the same answer.
+// All threads of a block call it and get the same answer. Blocks may get different ones where the
+// fault comes meanwhile: those that go on leave at their first wait, as the word stays.
 __device__ inline bool begin_launch(const EpContext& context, KernelId kernel, Watch* watch) {
   bool works = true;
   if (threadIdx.x == 0) {
