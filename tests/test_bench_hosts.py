@@ -229,6 +229,52 @@ def test_the_script_for_many_gpus_runs_from_tests_to_table(tmp_path: Path) -> No
     assert checked == {"ep_dispatcher/reference", "torch/all_to_all"}
 
 
+STAND_IN = """#!/usr/bin/env bash
+case "$*" in
+  *ep_dispatcher.bench.targets*) exec "$REAL_PYTHON" "$@" ;;
+  *"import megatron.core"*) exit 1 ;; # no overlap
+  *"bench run"*) cp "$RECORDED" "$OUT/results.jsonl" ;;
+esac
+echo "1 passed"
+"""
+
+
+@pytest.mark.parametrize("lost", [None, "dispatch", "combine"])
+def test_the_script_for_many_gpus_fails_where_our_own_backend_did(
+    lost: str | None, tmp_path: Path
+) -> None:
+    """A peer without a time is no failure. Tests and benchmark are stood in for."""
+    lines = [
+        line("ep_dispatcher/reference", phase, 9.0, ranks=2)
+        if phase != lost
+        else line("ep_dispatcher/reference", "", 0, ranks=2, error="it fell over")
+        for phase in ("dispatch", "combine")
+    ]
+    lines += [line("nccl_ep", "", 0, ranks=2, error="not here")]
+    for each in (found for found in lines if "error" in found):
+        del each["phase"], each["median_us"]
+    recorded, python = tmp_path / "recorded.jsonl", tmp_path / "python"
+    recorded.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    environment = {"PYTHON": str(python), "REAL_PYTHON": sys.executable}
+    environment |= {"RECORDED": str(recorded), "OUT": str(tmp_path)}
+    done = subprocess.run(
+        ["scripts/multi_gpu.sh", "2", "--cpu", "--out", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == (0 if lost is None else 1), done.stdout + done.stderr
+    parts = (tmp_path / "parts.txt").read_text()
+    (bench,) = (text for text in parts.splitlines() if " bench " in text)
+    assert bench.startswith("FAIL (ours)" if lost else "ok ")
+    assert (f"no time of {lost} with 2 ranks: it fell over" in bench) is (lost is not None)
+
+
 @pytest.mark.parametrize(
     ("words", "answer"),
     [

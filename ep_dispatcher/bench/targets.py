@@ -3,7 +3,8 @@
     python -m ep_dispatcher.bench.targets results.jsonl... --ranks 8 --out targets.json
 
 Nothing is judged that was not measured, nor on a machine that a target is not for: ranks that share
-a GPU share its memory and SMs and have no links between them. Such a row says so.
+a GPU share its memory and SMs and have no links between them. Such a row says so. Peers may be
+missing; where this package's own dispatch or combine has no time, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ep_dispatcher.bench.command import read_lines
 from ep_dispatcher.bench.page_data import Line, timed
 
 OURS = "ep_dispatcher/device"
+_ANY_TIER = "ep_dispatcher/"
 PHASE_LIMIT_US = 850.0  # dispatch, combine: T=4096 H=7168 K=8 E=256 BF16, 8 GPUs
 TARGET_RANKS = 8
 MOST_SMS = 10
@@ -82,6 +84,28 @@ def judge(lines: Sequence[Line], num_ranks: int) -> list[Verdict]:
         verdicts.append(_against_peers(phase, mine))
     verdicts.append(_unless(why, _hidden(lines)))
     return verdicts
+
+
+def failure_of_ours(lines: Sequence[Line], num_ranks: int) -> str:
+    """What this package has no time for; empty where dispatch and combine have one.
+
+    The targets' work counts where any backend was given it, else whatever was: a run without a GPU
+    moves less. So does any tier.
+
+    Args:
+        lines: recorded.
+        num_ranks: P.
+    """
+    cells = [line for line in lines if "routing" in line and line["ranks"] == num_ranks]
+    cells = [line for line in cells if _is_target_work(line)] or cells
+    mine = [line for line in cells if str(line["backend"]).startswith(_ANY_TIER)]
+    have = {line["phase"] for line in timed(mine)}
+    lost = [phase for phase in ("dispatch", "combine") if phase not in have]
+    if not lost:
+        return ""
+    reasons = [str(line["error"]) for line in mine if "error" in line]
+    why = reasons[0] if reasons else "no line of it was recorded"
+    return f"{OURS.split('/')[0]}: no time of {' and '.join(lost)} with {num_ranks} ranks: {why}"
 
 
 def _unless(why: str, verdict: Verdict) -> Verdict:
@@ -180,14 +204,15 @@ def _missing(what: str, target: str) -> Verdict:
 
 
 def main(words: list[str]) -> int:
-    """Print the table and write the JSON."""
+    """Print the table and write the JSON; exit code 1 where our own times are missing."""
     parser = argparse.ArgumentParser(description="Hold recorded lines against the targets.")
     parser.add_argument("lines", type=Path, nargs="+", help="JSON lines files or folders of runs")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     args = parser.parse_args(words)
     found = [path for path in args.lines if path.exists()]
-    verdicts = judge(read_lines(found), args.ranks)
+    lines = read_lines(found)
+    verdicts = judge(lines, args.ranks)
     title = (
         f"Targets for {TARGET_RANKS} ranks with a GPU each, beside what {args.ranks} ranks measured"
     )
@@ -200,7 +225,10 @@ def main(words: list[str]) -> int:
         table.add_row(verdict.what, verdict.target, verdict.measured, met)
     Console(width=_WIDTH).print(table)
     args.out.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=1) + "\n")
-    return 0
+    failure = failure_of_ours(lines, args.ranks)
+    if failure:
+        sys.stderr.write(failure + "\n")
+    return 1 if failure else 0
 
 
 if __name__ == "__main__":
