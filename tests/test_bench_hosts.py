@@ -137,6 +137,20 @@ def test_targets_are_judged_by_the_lines_and_by_nothing_else() -> None:
     assert all(verdict.met is None for verdict in judge(lines, 4))
 
 
+def test_a_dispatch_is_held_against_peers_with_the_plan_of_each() -> None:
+    """The peer's plan is inside its permute, ours is a phase; alone, ours would be ahead."""
+    lines = [
+        line("ep_dispatcher/device", "plan", 300.0),
+        line("ep_dispatcher/device", "dispatch", 700.0),
+        line("megatron/alltoall", "permute", 200.0),
+        line("megatron/alltoall", "dispatch", 750.0),
+    ]
+    (found,) = (verdict for verdict in judge(lines, 8) if verdict.what == "dispatch: peers")
+    assert found.met is False
+    assert found.measured == "ours 1,000, megatron/alltoall 950 us"
+    assert "plan and permute included" in found.target
+
+
 @pytest.mark.parametrize(
     ("sharing", "ranks", "why"),
     [
