@@ -14,6 +14,7 @@ from torch import Tensor
 from ep_dispatcher import ops
 from ep_dispatcher.megatron.overlap import OverlappedMoELayer
 from ep_dispatcher.megatron.plugin import EpPlugin
+from ep_dispatcher.ranges import SHARED_EXPERTS
 
 SHARED = {"moe_shared_expert_intermediate_size": 32}
 
@@ -100,6 +101,17 @@ def check_shared_experts() -> None:
         compare(3, exact=False, moe_shared_expert_gate=True, **SHARED)
 
 
+def check_shared_experts_are_named() -> None:
+    """One range a layer in one piece, one a half in chunks, and none where there are none."""
+    for chunks, settings, number in ((1, SHARED, 1), (3, SHARED, 2), (1, {}, 0)):
+        with layout(1, 4, 1), EpPlugin.from_section({"overlap": {"chunks": chunks}}) as plugin:
+            layer = make_layer(plugin, **settings)
+            with torch.profiler.profile() as profiler:
+                layer(make_tokens())
+        names = [each.name for each in profiler.events()]
+        assert names.count(SHARED_EXPERTS) == number, (chunks, settings)
+
+
 def check_few_tokens() -> None:
     """More chunks than tokens: some are empty on every rank; "auto" is one piece on the CPU."""
     with layout(1, 4, 1):
@@ -144,6 +156,7 @@ def check_delayed_weight_gradients() -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     "chunks_give_the_same_bits": check_same_bits,
     "chunks_with_shared_experts": check_shared_experts,
+    "shared_experts_are_named_in_profiles": check_shared_experts_are_named,
     "chunks_of_few_tokens": check_few_tokens,
     "chunks_release_routing": check_release,
     "chunks_delay_weight_gradients": check_delayed_weight_gradients,

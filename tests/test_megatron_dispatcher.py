@@ -37,6 +37,7 @@ CHECKS = (
     "spec_by_name",
     "chunks_give_the_same_bits",
     "chunks_with_shared_experts",
+    "shared_experts_are_named_in_profiles",
     "chunks_of_few_tokens",
     "chunks_release_routing",
     "chunks_delay_weight_gradients",

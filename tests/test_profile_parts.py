@@ -179,6 +179,33 @@ def test_summary_without_kernels() -> None:
     assert found["host_syncs_per_layer"] is None
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_shared_experts_and_their_backward_are_compute(on_gpu: bool) -> None:
+    """They have phases of their own, none of them communication."""
+    events = [
+        *layer_events(),
+        event("user_annotation", "ep:shared_experts", 31, 8),
+        event("cpu_op", "aten::mm", 32, 2, **{"Sequence number": 42, "Fwd thread id": 0}),
+        event("cpu_op", "MmBackward0", 80, 6, 2, **{"Sequence number": 42, "Fwd thread id": 1}),
+        *launched(7, "nvjet_shared", 33, 300, 304),
+        *launched(8, "nvjet_shared_wgrad", 81, 310, 316, tid=2),
+    ]
+    if not on_gpu:
+        events = [each for each in events if each["cat"] in ("user_annotation", "cpu_op")]
+    plain, found = summarise(Trace(layer_events())), summarise(Trace(events))
+    assert found["phases_us"]["shared_experts"] == (4.0 if on_gpu else 8.0)
+    assert found["phases_us"]["shared_experts_backward"] == 6.0
+    if on_gpu:
+        assert found["communication_us"] == plain["communication_us"]
+
+
+@pytest.mark.parametrize("name", ["cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize"])
+def test_waits_of_the_driver_are_counted(name: str) -> None:
+    """Libraries call the driver without the runtime; its names are others."""
+    events = [*layer_events(), event("cuda_driver", name, 4, 1)]
+    assert Trace(events).num_syncs == Trace(layer_events()).num_syncs + 1
+
+
 def test_layers_are_counted_without_their_range() -> None:
     """Under a schedule that runs a layer's parts itself there are plans only."""
     parts = [each for each in layer_events() if each["name"] != "ep:layer"]

@@ -9,7 +9,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from ep_dispatcher.megatron.dispatcher import EpDispatcher
-from ep_dispatcher.ranges import EXPERTS, LAYER, phase
+from ep_dispatcher.ranges import EXPERTS, LAYER, SHARED_EXPERTS, phase
 
 if TYPE_CHECKING:
     from ep_dispatcher.megatron.plugin import EpPlugin
@@ -46,6 +46,14 @@ class EpMoELayer(MoELayer):  # type: ignore[misc]
         """Megatron's forward, named in profiles."""
         with phase(LAYER, on_gpu=self.router.weight.is_cuda):
             return super().forward(*args, **kwargs)
+
+    def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
+        """Megatron's step beside dispatch, named in profiles; None where it has nothing to do."""
+        if not self.use_shared_expert or self.shared_expert_overlap:
+            return None
+        with phase(SHARED_EXPERTS, on_gpu=hidden_states.is_cuda):
+            shared: Tensor = super().shared_experts_compute(hidden_states)
+        return shared
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Megatron's step between dispatch and combine, named in profiles."""

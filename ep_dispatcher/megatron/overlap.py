@@ -19,7 +19,6 @@ from ep_dispatcher.megatron import compat
 from ep_dispatcher.megatron.dispatcher import EpManager
 from ep_dispatcher.megatron.layer import EpMoELayer
 from ep_dispatcher.megatron.overlap_schedule import Lanes, auto_chunks, cut, run_chunks
-from ep_dispatcher.ranges import SHARED_EXPERTS, phase
 
 
 class DelayedWeightGradients(Function):
@@ -156,9 +155,7 @@ class OverlappedMoELayer(EpMoELayer):
         """The next half of their tokens, on the caller's stream."""
         if not self._shared_in:
             return
-        hidden_states = self._shared_in.pop(0)
-        with phase(SHARED_EXPERTS, on_gpu=hidden_states.is_cuda):
-            shared = super().shared_experts_compute(hidden_states)
+        shared = super().shared_experts_compute(self._shared_in.pop(0))
         assert shared is not None
         self._shared_out.append(shared)
 

@@ -1,8 +1,8 @@
 """Reads a Chrome trace of torch.profiler: which phase of a layer each kernel belongs to.
 
 A kernel belongs to the innermost range `ep:...` that was open on the host where it was launched.
-The backward of the experts has no range of its own: there, the autograd operation that launched
-the kernel carries the sequence number of its forward, which had one.
+The backward of the experts, and of the shared ones, has no range of its own: there, the autograd
+operation that launched the kernel carries the sequence number of its forward, which had one.
 Without kernels (on the CPU) the operations of the host are looked at instead.
 """
 
@@ -19,11 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from ep_dispatcher.profile.clock import merge, overlap_of
-from ep_dispatcher.ranges import EXPERTS, LAYER, PLAN, PREFIX
+from ep_dispatcher.ranges import EXPERTS, LAYER, PLAN, PREFIX, SHARED_EXPERTS
 
 EXPERTS_BACKWARD = EXPERTS + "_backward"
-_COMPUTE = (EXPERTS, EXPERTS_BACKWARD)
-_SYNCHRONISING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+_BACKWARDS = {EXPERTS: EXPERTS_BACKWARD, SHARED_EXPERTS: SHARED_EXPERTS + "_backward"}
+_ROUTED = (EXPERTS, EXPERTS_BACKWARD)
+_COMPUTE = (*_BACKWARDS, *_BACKWARDS.values())
+_SYNCHRONISING = (
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cuStreamSynchronize",
+    "cuCtxSynchronize",
+    "cuEventSynchronize",
+)
 _GEMM = ("gemm", "cutlass", "nvjet", "xmma", "wgmma")
 
 
@@ -158,7 +167,7 @@ class Trace:
         if operation is None or not operation["args"].get("Fwd thread id"):
             return ""
         forward = self._forward_phase.get(int(operation["args"]["Sequence number"]), "")
-        return EXPERTS_BACKWARD if forward == EXPERTS else ""
+        return _BACKWARDS.get(forward, "")
 
     def _kernels(
         self, kernels: Sequence[dict[str, Any]], calls: Sequence[dict[str, Any]]
@@ -179,8 +188,9 @@ class Trace:
             for each in ranges:
                 if each["args"].get("Fwd thread id"):
                     number = int(each["args"]["Sequence number"])
-                    if self._forward_phase.get(number) == EXPERTS:
-                        found.append(_work(each, EXPERTS_BACKWARD, ""))
+                    phase = _BACKWARDS.get(self._forward_phase.get(number, ""))
+                    if phase is not None:
+                        found.append(_work(each, phase, ""))
         return found
 
 
@@ -223,7 +233,7 @@ def gemm_slow_down(work: Sequence[Work]) -> float | None:
     beside: dict[tuple[str, str], list[float]] = defaultdict(list)
     alone: dict[tuple[str, str], list[float]] = defaultdict(list)
     for each in work:
-        if each.phase not in _COMPUTE or not any(word in each.name.lower() for word in _GEMM):
+        if each.phase not in _ROUTED or not any(word in each.name.lower() for word in _GEMM):
             continue
         overlapped = overlap_of(each.interval, cover)
         if overlapped > 0.5 * each.us:
@@ -255,7 +265,7 @@ def _correlated(event: dict[str, Any]) -> bool:
 
 def _work(event: dict[str, Any], phase: str, shape: str) -> Work:
     name = str(event["name"])
-    ours = phase.startswith(PREFIX) and phase not in (*_COMPUTE, PREFIX + "shared_experts")
+    ours = phase.startswith(PREFIX) and phase not in _COMPUTE
     return Work(
         name=name,
         shape=shape,
