@@ -6,14 +6,18 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ep_dispatcher.bench import train_ablation
+from ep_dispatcher.bench.results import ResultLog
 from ep_dispatcher.bench.train_ablation import (
     TrainingRun,
     draw,
     largest_difference,
     main,
+    record,
     sharing_of,
     write_page,
 )
@@ -59,6 +63,57 @@ def test_the_picture_and_the_page_hold_what_the_runs_left(tmp_path: Path) -> Non
     assert "| alltoall | 2.000000 | 0.00e+00 | 250.0 | 512 | 7 | 9.0 |" in page
     assert "| ep_dispatcher | 2.200000 | 1.00e-01 | 250.0 | 512 | unknown | 9.0 |" in page
     assert "| allgather | ended with 1 |" in page
+
+
+GOOD = TrainingRun(
+    dispatcher="alltoall",
+    losses=[3.0, 2.0],
+    step_s=[0.25, 0.25],
+    tokens_per_s=512.0,
+    peak_bytes=None,
+    wall_s=9.0,
+)
+FAILED = replace(GOOD, dispatcher="ep_dispatcher", losses=[], step_s=[], error="ended with 1")
+
+
+@pytest.mark.parametrize(
+    ("base", "page_words", "fields"),
+    [
+        (
+            replace(FAILED, dispatcher="alltoall"),
+            "| not compared, the base failed |",
+            {"loss_not_compared": "not compared, the base failed"},
+        ),
+        (
+            replace(GOOD, losses=[3.0]),
+            "| 0.00e+00, over 1 of 2 steps |",
+            {"loss_difference": 0.0, "loss_compared_steps": 1},
+        ),
+        (GOOD, "| 1.00e-01 |", {"loss_difference": pytest.approx(0.1), "loss_compared_steps": 2}),
+    ],
+    ids=["failed base", "short base", "whole base"],
+)
+def test_a_difference_says_what_it_is_from(
+    base: TrainingRun, page_words: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    runs = [base, replace(GOOD, dispatcher="ep_dispatcher", losses=[3.0, 2.2])]
+    config = Path("configs/tiny_cpu.yaml")
+    record(runs, config, ResultLog(tmp_path / "results.jsonl", ["x"]), "cpu")
+    line = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[-1])
+    assert {name: line.get(name) for name in fields} == fields
+    assert ("loss_difference" in line) is ("loss_difference" in fields)
+    draw(runs, tmp_path / "ablation.png")
+    write_page(runs, config, tmp_path / "ablation.md")
+    assert page_words in (tmp_path / "ablation.md").read_text().splitlines()[-3]
+
+
+@pytest.mark.parametrize(("second", "code"), [(GOOD, 0), (FAILED, 1)])
+def test_one_run_without_a_loss_is_an_exit_code(
+    second: TrainingRun, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = iter([GOOD, second])
+    monkeypatch.setattr(train_ablation, "train", lambda *_: next(runs))
+    assert main(["--config", "configs/tiny_cpu.yaml", "--out", str(tmp_path)]) == code
 
 
 @pytest.mark.parametrize(

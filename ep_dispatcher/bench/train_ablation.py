@@ -32,6 +32,7 @@ from ep_dispatcher.train.config import load_config
 
 DISPATCHERS = ("alltoall", "ep_dispatcher", "allgather")
 WARM_UP_STEPS = 5
+NO_BASE = "not compared, the base failed"
 _COLOURS = {"ep_dispatcher": "#0b6e4f", "alltoall": "#c8553d", "allgather": "#3d5a80"}
 _STYLES = ("-", "--", ":")
 _POLL_S = 0.5
@@ -133,12 +134,26 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def largest_difference(losses: Sequence[float], base: Sequence[float]) -> float:
-    """Largest relative difference of two loss curves over the steps that both have.
+    """Largest relative difference of two loss curves over the steps that both have, at least one.
 
     Example: [2.0, 1.1] and [2.0, 1.0] -> 0.1.
     """
     pairs = zip(losses, base, strict=False)
-    return max((abs(a - b) / abs(b) for a, b in pairs), default=0.0)
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+def compared(run: TrainingRun, base: TrainingRun) -> dict[str, Any]:
+    """Fields that tell how far a run's losses are from the base's, and over how many steps.
+
+    A base without a loss gives no difference; 0 would say that the runs agree.
+    """
+    if base.error is not None:
+        return {"loss_not_compared": NO_BASE}
+    return {
+        "loss_difference": largest_difference(run.losses, base.losses),
+        "loss_compared_with": base.dispatcher,
+        "loss_compared_steps": min(len(run.losses), len(base.losses)),
+    }
 
 
 def record(runs: Sequence[TrainingRun], config: Path, log: ResultLog, sharing: str) -> None:
@@ -159,8 +174,7 @@ def record(runs: Sequence[TrainingRun], config: Path, log: ResultLog, sharing: s
             tokens_per_s=round(run.tokens_per_s, 1),
             first_loss=run.losses[0],
             last_loss=run.losses[-1],
-            loss_difference=largest_difference(run.losses, base.losses),
-            loss_compared_with=base.dispatcher,
+            **compared(run, base),
             peak_bytes=run.peak_bytes,
             wall_s=run.wall_s,
         )
@@ -196,6 +210,8 @@ def draw(runs: Sequence[TrainingRun], file: Path) -> None:
         axes[name].grid(visible=True, color="#dddddd", linewidth=0.6)
         axes[name].set_axisbelow(True)
         axes[name].spines[["top", "right"]].set_visible(False)
+    if runs[0].error is not None:
+        axes["apart"].text(0.5, 0.5, NO_BASE, ha="center", transform=axes["apart"].transAxes)
     for name in ("loss", "apart", "step"):
         axes[name].set_xlabel("step")
         if axes[name].get_legend_handles_labels()[1]:
@@ -214,7 +230,7 @@ def _draw_curves(
         "label": run.dispatcher,
     }
     axes["loss"].plot(range(1, len(run.losses) + 1), run.losses, linewidth=2, **look)
-    if run is not base:
+    if run is not base and base.error is None:
         apart = [(a - b) / b for a, b in zip(run.losses, base.losses, strict=False)]
         axes["apart"].plot(range(1, len(apart) + 1), apart, **look)
     first = len(run.losses) - len(run.step_s) + 1
@@ -247,14 +263,24 @@ def write_page(runs: Sequence[TrainingRun], config: Path, file: Path) -> None:
             parts.append(f"| {run.dispatcher} | {run.error} | | | | | |")
             continue
         step_ms = summarise_times(run.step_s)["median_us"] * 1e3
-        apart = largest_difference(run.losses, runs[0].losses)
+        apart = _difference_words(run, runs[0])
         peak = "unknown" if run.peak_bytes is None else f"{run.peak_bytes / 1e6:,.0f}"
         parts.append(
-            f"| {run.dispatcher} | {run.losses[-1]:.6f} | {apart:.2e} | {step_ms:,.1f} | "
+            f"| {run.dispatcher} | {run.losses[-1]:.6f} | {apart} | {step_ms:,.1f} | "
             f"{run.tokens_per_s:,.0f} | {peak} | {run.wall_s:,.1f} |"
         )
     parts += ["", "Same seed, same data, same steps. Largest difference: of the losses, relative."]
     file.write_text("\n".join(parts) + "\n", encoding="utf-8")
+
+
+def _difference_words(run: TrainingRun, base: TrainingRun) -> str:
+    """The largest difference; where not all steps of both were compared, over how many."""
+    found = compared(run, base)
+    if "loss_difference" not in found:
+        return NO_BASE
+    steps, most = found["loss_compared_steps"], max(len(run.losses), len(base.losses))
+    over = "" if steps == most else f", over {steps} of {most} steps"
+    return f"{found['loss_difference']:.2e}{over}"
 
 
 class _MemoryWatch:
@@ -316,7 +342,7 @@ def _tree_bytes(root: int) -> int | None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the ablation; exit code 1 if no dispatcher trained."""
+    """Run the ablation; exit code 1 if any dispatcher did not train."""
     parser = argparse.ArgumentParser(description="train one config with each dispatcher")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=60)
@@ -344,7 +370,7 @@ def main(words: Sequence[str] | None = None) -> int:
     draw(runs, args.out / "ablation.png")
     write_page(runs, args.config, args.out / "ablation.md")
     sys.stdout.write((args.out / "ablation.md").read_text(encoding="utf-8"))
-    return 0 if any(run.error is None for run in runs) else 1
+    return 0 if all(run.error is None for run in runs) else 1
 
 
 if __name__ == "__main__":
