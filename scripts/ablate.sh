@@ -5,7 +5,8 @@
 #                    [--limit SECONDS] [--commit HASH]
 #
 # CONFIG defaults to configs/tiny_cpu.yaml; names: alltoall, ep_dispatcher, allgather. The first one
-# is what the losses of the others are compared with; --limit ends a run that takes longer.
+# is what the losses of the others are compared with. --steps must be above 5, as the first 5 are
+# not timed; --limit ends a run that takes longer. Exit code 1 if any run left no loss.
 # PYTHON: interpreter (default: python3).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

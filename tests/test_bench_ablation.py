@@ -13,6 +13,7 @@ import pytest
 from ep_dispatcher.bench import train_ablation
 from ep_dispatcher.bench.results import ResultLog
 from ep_dispatcher.bench.train_ablation import (
+    WARM_UP_STEPS,
     TrainingRun,
     draw,
     largest_difference,
@@ -120,12 +121,29 @@ def test_one_run_without_a_loss_is_an_exit_code(
     ("words", "answer"),
     [
         (["--config", "configs/tiny_cpu.yaml", "--steps", "3"], "--steps is 3; it must be above 5"),
+        (
+            ["--config", "configs/tiny_cpu.yaml", "--dispatchers", "alltoall", "deepep"],
+            "--dispatchers has 'deepep' in ['alltoall', 'deepep']; each must be one of alltoall, ",
+        ),
+        (
+            ["--config", "configs/tiny_cpu.yaml", "--dispatchers", "alltoall", "alltoall"],
+            "once",
+        ),
+        (["--config", "configs/tiny_cpu.yaml", "--limit", "nan"], "--limit is nan; it must be"),
         (["--config", "configs/none.yaml"], "configs/none.yaml, which is no file"),
     ],
 )
 def test_a_wrong_call_is_named_before_anything_trains(
-    words: list[str], answer: str, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    answer: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(train_ablation, "train", lambda *_: pytest.fail("it trained"))
     with pytest.raises(SystemExit):
         main(words)
     assert answer in capsys.readouterr().err
+
+
+def test_the_scripts_words_and_the_check_know_the_same_limit() -> None:
+    assert f"--steps must be above {WARM_UP_STEPS}" in Path("scripts/ablate.sh").read_text()

@@ -345,9 +345,12 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the ablation; exit code 1 if any dispatcher did not train."""
     parser = argparse.ArgumentParser(description="train one config with each dispatcher")
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=60)
+    steps_help = f"of each run, above {WARM_UP_STEPS} (default 60)"
+    parser.add_argument("--steps", type=int, default=60, help=steps_help)
     parser.add_argument("--data", help="as for `ep-dispatcher train`")
-    parser.add_argument("--dispatchers", nargs="+", default=list(DISPATCHERS[:2]))
+    parser.add_argument(
+        "--dispatchers", nargs="+", default=list(DISPATCHERS[:2]), help=", ".join(DISPATCHERS)
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"))
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for each run")
     parser.add_argument(
@@ -357,6 +360,12 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(given)
     if args.steps <= WARM_UP_STEPS:
         parser.error(f"--steps is {args.steps}; it must be above {WARM_UP_STEPS}")
+    for name in args.dispatchers:
+        if name not in DISPATCHERS or args.dispatchers.count(name) > 1:
+            allowed = f"each must be one of {', '.join(DISPATCHERS)}, once"
+            parser.error(f"--dispatchers has {name!r} in {args.dispatchers}; {allowed}")
+    if not args.limit > 0:
+        parser.error(f"--limit is {args.limit:g}; it must be above 0 seconds")
     if not args.config.is_file():
         parser.error(f"--config is {args.config}, which is no file")
     runs = [
