@@ -29,7 +29,7 @@ while (($#)); do
       [[ ${2:-} && $2 != --* ]] || { echo "bench_one_gpu.sh: $1 needs a value" >&2; exit 2; } ;;
   esac
   case $1 in
-    -h | --help) sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 2 ;;
+    -h | --help) sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 0 ;;
     --out) out=$2; shift 2 ;;
     --cells) cells=$2; shift 2 ;;
     --budget) budget_s=$2; shift 2 ;;

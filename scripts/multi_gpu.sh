@@ -32,8 +32,17 @@ whole() {
     wrong "$1 is '$2'; it must be a whole number, $3 or more"
 }
 
+# usage CODE: the words at the top, then end.
+usage() {
+  sed -n '2,18s/^# \{0,1\}//p' "$0"
+  exit "$1"
+}
+
 gpus=${1:-}
-[[ $gpus && $gpus != -h && $gpus != --help ]] || { sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 2; }
+[[ $gpus ]] || usage 2
+for word in "$@"; do
+  [[ $word != -h && $word != --help ]] || usage 0
+done
 whole N "$gpus" 1
 shift
 per_gpu=1 out=runs/multi_gpu budget_s=530 cpu='' quick='' commit=()
@@ -100,7 +109,7 @@ part() {
   # What was killed inside a kernel leaves MPS faulted; one that this script did not start stays.
   [[ $verdict != FAIL* || ! $mps_is_mine ]] || scripts/restart_mps.sh
   printf '%-18s %-16s %4d s  %s\n' "$verdict" "$name" $((SECONDS - start)) \
-    "$(grep -v '^ *$' "$log" 2>/dev/null | tail -n 1 | cut -c1-120)" | tee -a "$out/parts.txt"
+    "$(grep -v '^ *$' "$log" 2>/dev/null | tail -n 1 | fold -s -w 120 | head -n 1)" | tee -a "$out/parts.txt"
 }
 
 recover=() # a GPU for each rank needs no MPS
@@ -167,7 +176,7 @@ part report 60 "$PYTHON" -m ep_dispatcher bench report "$out" --out "$out"
 targets || failed=1
 if [[ -f $out/overlap.log ]]; then
   echo "One layer, ranks: $ranks, ms: without overlap (ours), in chunks that overlap, the same on one stream (serial)"
-  grep -E '^[a-z0-9 ]+ forward ' "$out/overlap.log" | cut -c1-140
+  grep -E '^[a-z0-9 ]+ forward ' "$out/overlap.log" | sed 's/  difference .*//'
 fi
 cat "$out/parts.txt"
 exit "$failed"

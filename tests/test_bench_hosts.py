@@ -317,6 +317,26 @@ def test_the_script_for_many_gpus_names_what_is_wrong(words: str, answer: str) -
     assert answer in done.stdout
 
 
+@pytest.mark.parametrize("word", ["--help", "-h"])
+@pytest.mark.parametrize("script", ["multi_gpu.sh", "bench_one_gpu.sh"])
+def test_help_is_no_error(script: str, word: str) -> None:
+    words = [f"scripts/{script}", word]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert f"scripts/{script} " in done.stdout
+
+
+def test_lines_of_the_layer_end_after_a_whole_column() -> None:
+    """The script's own words, on a line as `profile.layer` writes it and on a longer one."""
+    script = (ROOT / "scripts/multi_gpu.sh").read_text()
+    (words,) = (text for text in script.splitlines() if text.strip().startswith("grep -E '^[a-z0"))
+    log = "ours in 2 chunks forward 12.345  hidden 0.5  peak 12.345 GB  difference 0.0e+00\n"
+    log += "one layer, experts X; ms\n"
+    shell = words.replace('"$out/overlap.log"', "")
+    done = subprocess.run(["bash", "-c", shell], input=log, capture_output=True, text=True)
+    assert done.stdout == "ours in 2 chunks forward 12.345  hidden 0.5  peak 12.345 GB\n"
+
+
 def test_the_memory_of_one_gpu_is_not_taken_for_a_link() -> None:
     lines = [line("ep_dispatcher/device", "dispatch", 700.0)]
     lines += [{"suite": "ceiling", "ceiling": "memory", "ceiling_GBps": 2000.0}]
