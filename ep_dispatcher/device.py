@@ -276,6 +276,10 @@ class DeviceBackend:
     def check(self) -> None:
         """See `Backend.check`."""
         self._session.check()
+        self._check_letter()
+
+    def _check_letter(self) -> None:
+        """Raise if, in static mode, an earlier routing must not be used."""
         if self._config.recv_capacity_rows is None:
             return
         letter = self._module.read_mailbox(self._mailbox.data_ptr())
@@ -285,8 +289,16 @@ class DeviceBackend:
 
     @_on_its_gpu
     def close(self, *, failed: bool = False) -> None:
-        """Free the tier; collective, unless something has failed or a fault ended the group."""
+        """Free the tier; collective, unless something has failed or a fault ended the group.
+
+        Raises:
+            EpTimeoutError: another rank has neither closed nor left in time.
+            EpTimeoutError, EpError: as `check`, unless something has `failed`: what the last calls
+                met. All is freed here.
+        """
         self._session.close(failed=failed)
+        if not failed:
+            self._check_letter()
 
     def _refuse_to_plan(self) -> None:
         """Take part in a plan with no tokens, and with an alignment that nobody else has."""

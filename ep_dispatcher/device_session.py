@@ -91,12 +91,9 @@ class DeviceSession:
         """
         if self._is_closed:
             raise ClosedError
-        if self._failure is None and self._fault_filed():
-            fault = self.module.read_fault(self.fault_address)
-            word = self._error_word() if fault.phase == NO_ROOM else 0
-            self._failure = failure_of(fault, word, self.ep_rank, self._timeout_s)
-        if self._failure is not None:
-            raise self._failure
+        failure = self._known_failure()
+        if failure is not None:
+            raise failure
 
     def raise_expired(self, phase: str) -> None:
         """Raise after a wait of the host that nothing answered.
@@ -124,6 +121,9 @@ class DeviceSession:
 
         Raises:
             EpTimeoutError: another rank has neither closed nor left in time; all is freed here.
+            EpTimeoutError, AgreementError, CapacityError: as `check`, unless it was raised before
+                or something has `failed`: the last calls met a fault that no later call could
+                raise. All is freed here.
         """
         self._is_closed = True
         if failed or self._is_faulty():
@@ -134,6 +134,7 @@ class DeviceSession:
                 self._arena.write_word(self.context.window.error, word)
         self.outputs.close()
         torch.cuda.synchronize(self.device)
+        unraised = None if failed or self._failure is not None else self._known_failure()
         all_close = False
         try:
             if not failed and not self._is_faulty() and filer_of(self._error_word()) < 0:
@@ -143,6 +144,8 @@ class DeviceSession:
                 self._abandon()
         if all_close:
             self._free_together()
+        if unraised is not None:
+            raise unraised
 
     def _abandon(self) -> None:
         """Free this rank's part alone."""
@@ -166,6 +169,14 @@ class DeviceSession:
         for name, table in self._tables.items():
             setattr(context, name, table.data_ptr())
         return context
+
+    def _known_failure(self) -> Failure | None:
+        """What has ended this group, if a call has raised it or a kernel has filed it."""
+        if self._failure is None and self._fault_filed():
+            fault = self.module.read_fault(self.fault_address)
+            word = self._error_word() if fault.phase == NO_ROOM else 0
+            self._failure = failure_of(fault, word, self.ep_rank, self._timeout_s)
+        return self._failure
 
     def _is_faulty(self) -> bool:
         return self._failure is not None or self._fault_filed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_dispatcher import ClosedError, EpTimeoutError
+from ep_dispatcher import ClosedError, EpTimeoutError, RoutingError
 from ep_dispatcher.closing import Closing
 from ep_dispatcher.collectives import Collectives
+from ep_dispatcher.device import DeviceBackend
 from ep_dispatcher.device_session import DeviceSession
 from ep_dispatcher.testing import run_ranks
 
@@ -38,7 +40,8 @@ class Session:
         self.freed = ""
         session: Any = DeviceSession.__new__(DeviceSession)
         session.ep_rank, session.rails, session.device = collectives.rank, None, None
-        session.module = SimpleNamespace(read_fault=lambda _: SimpleNamespace(filed=0))
+        self.module = SimpleNamespace(read_fault=lambda _: SimpleNamespace(filed=0))
+        session.module = self.module
         session.outputs = SimpleNamespace(refused_bytes=0, close=lambda: None)
         session.context = SimpleNamespace(window=SimpleNamespace(error=0))
         session._fault, session._failure, session._timeout_s = torch.zeros(1), None, timeout_s
@@ -150,3 +153,68 @@ def test_no_call_is_launched_after_closing(monkeypatch: pytest.MonkeyPatch, fail
             session.check()
 
     run_ranks(NUM_RANKS, end)
+
+
+def file_fault(session: Session) -> None:
+    """Let the last kernels of a session have waited in vain; no call comes that would raise it."""
+    fault = SimpleNamespace(filed=1, rank=1, peer=2, phase=7, channel=0, expected=5, seen=4)
+    session.module.read_fault = lambda _: fault
+
+
+def test_a_fault_that_no_call_has_raised_is_raised_by_the_close(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By this rank alone, after all is freed; the others are told that it left."""
+
+    def close(session: Session) -> None:
+        file_fault(session)
+        session.close(failed=False)
+
+    for rank, ended in enumerate(ends(monkeypatch, close)):
+        assert (ended.freed, ended.in_step) == ("alone", True)
+        assert ended.seconds < SOON_S
+        if rank == ODD_ONE:
+            assert ended.error is not None
+            assert (ended.error.rank, ended.error.peer) == (1, 2)
+            assert ended.error.phase == "combine: partial sums"
+        else:
+            assert ended.error is None
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_fault_is_raised_once_and_hides_no_other_error(
+    monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    """Neither what a call has raised already, nor what a rank leaves for."""
+
+    def close(session: Session) -> None:
+        file_fault(session)
+        if not failed:
+            with pytest.raises(EpTimeoutError, match="combine: partial sums"):
+                session.check()
+        session.close(failed=failed)
+
+    for ended in ends(monkeypatch, close):
+        assert (ended.freed, ended.error, ended.in_step) == ("alone", None, True)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_refused_routing_that_no_call_has_raised_is_raised_by_the_close(
+    monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    """In static mode, whose plans do not wait; what a rank leaves for says more."""
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    closed: list[bool] = []
+    letter = SimpleNamespace(ticket=1, bad_token=3, bad_expert=9, refused_rank=-1)
+    backend: Any = DeviceBackend.__new__(DeviceBackend)
+    backend._session = SimpleNamespace(device=None, close=lambda *, failed: closed.append(failed))
+    backend._config = SimpleNamespace(recv_capacity_rows=64)
+    backend._module = SimpleNamespace(read_mailbox=lambda _: letter)
+    backend._mailbox = torch.zeros(8)
+    backend._placement = SimpleNamespace(num_experts=8)
+    if failed:
+        backend.close(failed=True)
+    else:
+        with pytest.raises(RoutingError, match=r"topk_idx\[3\] names expert 9"):
+            backend.close()
+    assert closed == [failed]
