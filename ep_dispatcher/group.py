@@ -107,6 +107,14 @@ class EPGroup:
     def plan(self, topk_idx: Tensor, alignment: int | None = None) -> Plan:
         """Plan a routing; collective.
 
+        In static mode of the device tier (`recv_capacity_rows`) the host does not wait, so the
+        RoutingError of an id that is not there, and the AgreementError of the other ranks, come
+        from a later call, and not from the same one on all ranks: where one raises, another may
+        have launched already, and its kernels wait. So after either error ranks go on only once
+        all have synchronized and `check` has passed on all. A rank that had launched too much
+        finds an EpTimeoutError there, and the group is finished: synchronize and check right
+        after a plan that may be refused.
+
         Args:
             topk_idx: [T, K] int64, expert of each slot in [0, E), -1 for a dropped slot. T and K
                 may differ between ranks and calls; T may be 0; an expert may be listed twice.
@@ -202,13 +210,17 @@ class EPGroup:
     def check(self) -> None:
         """Raise what earlier calls have met on the device since they returned; waits for nothing.
 
-        Every other call checks first; this one is for those who replay a CUDA graph.
+        Every other call checks first; this one is for those who replay a CUDA graph, and for the
+        last calls before results are kept: those (a checkpoint's gradients, say) are right only
+        once the stream of the calls was synchronized and `check` has passed after it. A fault
+        leaves rows unwritten, and no call waits for its kernels.
 
         Raises:
             EpTimeoutError: a rank did not come in time, or left; the group is finished.
             CapacityError: a rank left that had no room for output rows; likewise.
             AgreementError: only some ranks passed topk_weights to a dispatch; likewise.
-            RoutingError, AgreementError: static mode: an earlier routing must not be used.
+            RoutingError, AgreementError: static mode: an earlier routing must not be used. Ranks
+                learn of it at different calls: go on only once all have synchronized and checked.
         """
         self._open_backend().check()
 
@@ -225,6 +237,8 @@ class EPGroup:
         Raises:
             EpTimeoutError: device tier: a rank neither closed nor left within the deadline; all is
                 freed here.
+            EpTimeoutError, EpError: device tier: what `check` would have raised of the last calls,
+                unless `failed`; all is freed here.
         """
         backend, self._backend = self._backend, None
         if backend is not None:
@@ -240,8 +254,13 @@ class EPGroup:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the group."""
-        self.close(failed=error is not None)
+        """Close the group; an error that is being raised goes on, whatever the close meets."""
+        try:
+            self.close(failed=error is not None)
+        except (EpError, RuntimeError) as met:
+            if error is None:
+                raise
+            logger.warning("after %s, the close of its group failed too: %s", kind, met)
 
     def _open_backend(self) -> Backend:
         """The tier, unless the group was closed."""

@@ -17,6 +17,7 @@ from ep_dispatcher import (
     ConfigError,
     EpConfig,
     EPGroup,
+    EpTimeoutError,
     MoeShape,
     RoutingError,
     ShapeError,
@@ -247,6 +248,25 @@ def test_closed_group_and_foreign_plan_are_refused(expert_rank: tuple[int, ...] 
             first.plan(torch.tensor([[0, 1]]))
 
     run_ranks(2, call)
+
+
+def test_a_close_that_fails_hides_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """What a `with` is left for goes on; without one, what the close meets is raised."""
+
+    def close(*, failed: bool) -> None:
+        raise EpTimeoutError("the close", rank=0, peer=1, phase="close")
+
+    def work(group: EPGroup) -> None:
+        group._backend.close = close  # type: ignore[method-assign, union-attr]
+        if group.ep_rank == 0:
+            with pytest.raises(KeyError, match="the first"), group:
+                raise KeyError("the first")
+        else:
+            with pytest.raises(EpTimeoutError, match="the close"), group:
+                pass
+
+    on_ranks(work)
+    assert "the close of its group failed too: the close" in caplog.text
 
 
 @pytest.mark.parametrize("ledger", [False, True])
