@@ -23,7 +23,7 @@ from ep_dispatcher.bench.inputs import make_inputs, make_routing
 from ep_dispatcher.bench.launcher import Launch, Outcome
 from ep_dispatcher.bench.layer import Layer
 from ep_dispatcher.bench.lines import lines_of
-from ep_dispatcher.bench.page_data import phase_table, with_knobs
+from ep_dispatcher.bench.page_data import phase_table, rate_table, with_knobs
 from ep_dispatcher.bench.rounds import RankResult
 from ep_dispatcher.bench.spec import Method, Work
 from ep_dispatcher.bench.targets import judge
@@ -392,3 +392,18 @@ def test_bytes_are_counted_for_what_travels_each_way() -> None:
     assert sent["dispatch"] == sum(int(away.sum()) for away in chosen) * work.row_bytes / 2
     assert sent["combine"] == sum(int(away.any(1).sum()) for away in chosen) * work.row_bytes / 2
     assert sent["combine"] < sent["dispatch"]
+
+
+@pytest.mark.parametrize("phases", [["dispatch"], ["plan", "dispatch"]])
+def test_a_rate_that_charges_the_plan_needs_a_plan(phases: list[str]) -> None:
+    """Also for lines that were recorded with that rate: Megatron's plan is in its permute."""
+    work = Work(ranks=2, num_tokens=64, hidden=16, num_topk=2, num_experts=4, dtype="float32")
+    result = asdict(RankResult(wire="by_copy", wire_home="by_copy", layout="expert_major"))
+    result["times_us"] = {phase: [10.0] * 20 for phase in phases}
+    outcome = Outcome(backend="megatron/alltoall", work=work, ranks=(result, result))
+    lines = list(lines_of(outcome, "s", "mps"))
+    rates = lines[-1]["bandwidth_GBps"]
+    assert ("D5_pairs" in rates) is ("plan" in phases)
+    rates |= {"D5_assignments": 123.0, "D5_pairs": 45.0}
+    (row,) = rate_table(lines).rows
+    assert row[-3:-1] == (("123", "45") if "plan" in phases else ("-", "-"))

@@ -8,7 +8,8 @@ D5, by where they are in use:
     D2      DeepEP "NVL": rows received, own ones included; flat layouts count a token once a rank
     D3      DeepEP V2 "logical": (token, rank) pairs, own rank included, 8 + 4 bytes a slot beside
     D4      NCCL EP bench: rows sent and rows received, each apart, own rank excluded
-    D5      CollectiveX: token-expert assignments, and (token, rank) pairs; the plan is charged
+    D5      CollectiveX: token-expert assignments, and (token, rank) pairs; the plan is charged, so
+            a backend whose plan is no phase of its own (Megatron's is in its permute) has none
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def phase_bytes(work: Work, counts: Counts, phase: str) -> dict[str, float]:
 
 
 def rates(
-    work: Work, counts: Counts, phase: str, time_us: float, plan_us: float, flat: bool
+    work: Work, counts: Counts, phase: str, time_us: float, plan_us: float | None, flat: bool
 ) -> dict[str, float]:
     """GB/s (1e9 bytes) of a phase by each definition; means over the ranks.
 
@@ -110,7 +111,7 @@ def rates(
         counts: of it.
         phase: "dispatch", "combine" or a backward; combine's rows run the other way.
         time_us: of the phase, slowest rank.
-        plan_us: of the plan, which D5 charges.
+        plan_us: of the plan, which D5 charges; None leaves D5 out.
         flat: whether the backend delivers a token once a rank.
     """
     row = work.row_bytes
@@ -129,9 +130,10 @@ def rates(
         "D4_receive": received * row,
     }
     found = {name: size / time_us / 1000 for name, size in counted.items()}
-    charged_us = time_us + plan_us
-    found["D5_assignments"] = float(counts.own_copies.mean()) * row / charged_us / 1000
-    found["D5_pairs"] = float(counts.rank_pairs.mean()) * row / charged_us / 1000
+    if plan_us is not None:
+        charged_us = time_us + plan_us
+        found["D5_assignments"] = float(counts.own_copies.mean()) * row / charged_us / 1000
+        found["D5_pairs"] = float(counts.rank_pairs.mean()) * row / charged_us / 1000
     return {name: round(value, 4) for name, value in found.items()}
 
 

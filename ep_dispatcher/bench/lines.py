@@ -49,7 +49,7 @@ def lines_of(outcome: Outcome, suite: str, sharing: str) -> Iterable[dict[str, A
     outward = count_rows(outcome.work, out)
     homeward = outward if home == out else count_rows(outcome.work, home)
     slowest = slowest_rank(outcome)
-    plan_us = summarise_times(slowest["plan"])["median_us"] if "plan" in slowest else 0.0
+    plan_us = summarise_times(slowest["plan"])["median_us"] if "plan" in slowest else None
     for phase in PHASES:
         if phase in slowest:
             times = summarise_times(slowest[phase])
@@ -117,7 +117,7 @@ def _host_figures(outcome: Outcome, phase: str) -> dict[str, float]:
 
 
 def _rate_figures(
-    outcome: Outcome, counts: Counts, phase: str, time_us: float, plan_us: float
+    outcome: Outcome, counts: Counts, phase: str, time_us: float, plan_us: float | None
 ) -> dict[str, Any]:
     """Bytes and rates of a phase that moves rows, and its share of the measured ceiling."""
     work = outcome.work

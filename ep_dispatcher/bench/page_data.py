@@ -161,6 +161,7 @@ def best_table(lines: Sequence[Line]) -> Table | None:
 def rate_table(lines: Sequence[Line]) -> Table:
     """The bandwidth definitions side by side, for dispatch and combine of each setting."""
     rows = []
+    planned = {_cell_of(line) for line in timed(lines) if line["phase"] == "plan"}
     for line in timed(lines):
         rates = line.get("bandwidth_GBps")
         if not rates or line["phase"] not in ("dispatch", "combine"):
@@ -173,12 +174,19 @@ def rate_table(lines: Sequence[Line]) -> Table:
                 f"{setting_words(line)}, {line['num_sms']} SMs",
                 line["phase"],
                 f"{line['wire_bytes'] / 1e6:,.2f}",
-                *(f"{rates[name]:.3g}" for name in RATES),
+                *(_rate_words(rates, name, _cell_of(line) in planned) for name in RATES),
                 ceiling,
             )
         )
     head = ("backend", "setting", "phase", "wire MB", *RATES, "of the measured ceiling")
     return Table("Bytes and bandwidths, GB/s a rank", head, tuple(rows), RATES_NOTE)
+
+
+def _rate_words(rates: dict[str, float], name: str, has_plan: bool) -> str:
+    """A rate; "-" for one that charges a plan where none was timed, whatever an old line says."""
+    if name not in rates or (name.startswith("D5") and not has_plan):
+        return "-"
+    return f"{rates[name]:.3g}"
 
 
 def cost_table(lines: Sequence[Line]) -> Table:
@@ -426,5 +434,6 @@ RATES_NOTE = (
     "D2: rows received, own ones included (DeepEP NVL). "
     "D3: (token, rank) pairs with indices and weights, own rank included (DeepEP V2 logical). "
     "D4: sent and received apart, own rank excluded (NCCL EP bench). "
-    "D5: assignments, and (token, rank) pairs, the plan's time charged (CollectiveX)."
+    "D5: assignments, and (token, rank) pairs, the plan's time charged (CollectiveX); - where the "
+    "plan is no phase of its own, as Megatron's, which lies in its permute."
 )
