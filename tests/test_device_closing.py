@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -218,3 +219,32 @@ def test_a_refused_routing_that_no_call_has_raised_is_raised_by_the_close(
         with pytest.raises(RoutingError, match=r"topk_idx\[3\] names expert 9"):
             backend.close()
     assert closed == [failed]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_group_whose_close_fails_leaves_none_open(
+    caplog: pytest.LogCaptureFixture, failed: bool
+) -> None:
+    """Of several groups of a training job; the first error is raised, or told behind another."""
+    pytest.importorskip("megatron.core")
+    from ep_dispatcher.megatron.options import MegatronOptions
+    from ep_dispatcher.megatron.pool import GroupPool, _Lease
+
+    closed: list[tuple[int, bool]] = []
+
+    def close(number: int, *, failed: bool) -> None:
+        closed.append((number, failed))
+        raise EpTimeoutError(f"group {number}", rank=0, peer=1, phase="close")
+
+    pool = GroupPool(MegatronOptions())
+    for number in range(3):
+        group: Any = SimpleNamespace(close=functools.partial(close, number))
+        pool._leases[number, None] = _Lease(group, 1)  # type: ignore[index]
+    if failed:
+        pool.close(failed=True)
+        assert "after an error, the close of a group failed too: group 2" in caplog.text
+    else:
+        with pytest.raises(EpTimeoutError, match="group 0"):
+            pool.close()
+    assert closed == [(number, failed) for number in range(3)]
+    assert pool.num_groups == 0

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ep_dispatcher import EPGroup, MoeShape
 from ep_dispatcher.config import MAX_TOKENS_PER_RANK
-from ep_dispatcher.errors import ClosedError
+from ep_dispatcher.errors import ClosedError, EpError
 from ep_dispatcher.megatron.options import POLICY_BACKEND, POLICY_TYPE, MegatronOptions
 from ep_dispatcher.megatron.outputs import output_bytes
 
@@ -96,12 +96,24 @@ class GroupPool:
 
         Args:
             failed: this rank leaves because of an error, so it must not wait for the others.
+
+        Raises:
+            EpError, EpTimeoutError: the first that a group met, once all are closed, as other ranks
+                wait for each; of a rank that `failed` it is logged, as its own error says more.
         """
         self._closed = True
         atexit.unregister(self._close_at_exit)
         leases, self._leases = self._leases, {}
+        met: list[EpError | RuntimeError] = []
         for lease in leases.values():
-            lease.group.close(failed=failed)
+            try:
+                lease.group.close(failed=failed)
+            except (EpError, RuntimeError) as error:
+                met.append(error)
+        if met and not failed:
+            raise met[0]
+        for behind in met:
+            logger.warning("after an error, the close of a group failed too: %s", behind)
 
     def _close_at_exit(self) -> None:
         """Close; the interpreter keeps `last_value` of the error that ended this process."""
