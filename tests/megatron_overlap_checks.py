@@ -12,6 +12,7 @@ from megatron_checks import layout, make_layer, make_tokens
 from torch import Tensor
 
 from ep_dispatcher import ops
+from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.megatron.overlap import OverlappedMoELayer
 from ep_dispatcher.megatron.plugin import EpPlugin
 from ep_dispatcher.ranges import SHARED_EXPERTS
@@ -153,6 +154,58 @@ def check_delayed_weight_gradients() -> None:
     assert calls == ["dispatch backward", "weights"] * 3, calls
 
 
+class Replaced(torch.nn.Module):
+    """Experts with one weight; its gradient takes the place of the one before, as TE's does."""
+
+    def __init__(self) -> None:
+        """Nothing computed."""
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self._kept: list[Tensor] = []
+
+    def forward(self, rows: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        """Scale by the weight; keep what its gradient is made of."""
+        self._kept.append(rows.detach().sum().view(1))
+        return rows * self.weight.detach() * weights.unsqueeze(-1), None
+
+    def backward_dw(self) -> None:
+        """That of the last chunk that has none, alone."""
+        self.weight.grad = self._kept.pop()
+
+
+def check_delayed_gradients_add_up() -> None:
+    """The gradients of all chunks are there, also where nothing below the layer is trained."""
+    sums: list[Tensor] = []
+    for trained in (True, False):
+        with layout(1, 4, 1), EpPlugin.from_section({"overlap": {"chunks": 3}}) as plugin:
+            layer = make_layer(plugin)
+            layer.config.overlap_dispatch_backward_with_experts_wgrad = True
+            layer.experts = Replaced()
+            tokens = make_tokens().requires_grad_(trained)
+            out, _ = layer(tokens)
+            want = sum(layer.experts._kept)
+            out.sum().backward()
+            assert layer.experts._kept == []
+            assert layer.experts.weight.grad is not None
+            torch.testing.assert_close(layer.experts.weight.grad, want)
+            sums.append(layer.experts.weight.grad)
+    torch.testing.assert_close(*sums)
+
+
+def check_single_gradients_are_refused() -> None:
+    """A weight whose gradient is taken once a backward: refused in chunks, before a collective."""
+    called: list[str] = []
+    with layout(1, 4, 1), EpPlugin.from_section({"overlap": {"chunks": 3}}) as plugin:
+        layer = make_layer(plugin)
+        weight = next(layer.experts.parameters())
+        weight.post_wgrad_grad_acc_hook = lambda: called.append("hook")
+        layer(make_tokens())  # no gradient is delayed, so the hook is nobody's
+        layer.config.overlap_dispatch_backward_with_experts_wgrad = True
+        with pytest.raises(ConfigError, match=r"overlap\.chunks is 3 .* set overlap\.chunks to 1"):
+            layer(make_tokens())
+    assert called == []
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "chunks_give_the_same_bits": check_same_bits,
     "chunks_with_shared_experts": check_shared_experts,
@@ -160,4 +213,6 @@ CHECKS: dict[str, Callable[[], None]] = {
     "chunks_of_few_tokens": check_few_tokens,
     "chunks_release_routing": check_release,
     "chunks_delay_weight_gradients": check_delayed_weight_gradients,
+    "delayed_gradients_of_chunks_add_up": check_delayed_gradients_add_up,
+    "delayed_gradients_taken_once_are_refused": check_single_gradients_are_refused,
 }

@@ -41,6 +41,8 @@ CHECKS = (
     "chunks_of_few_tokens",
     "chunks_release_routing",
     "chunks_delay_weight_gradients",
+    "delayed_gradients_of_chunks_add_up",
+    "delayed_gradients_taken_once_are_refused",
 )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ep_dispatcher import EPGroup, Plan
+from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.megatron import compat
 from ep_dispatcher.megatron.dispatcher import EpManager
 from ep_dispatcher.megatron.layer import EpMoELayer
@@ -22,7 +23,7 @@ from ep_dispatcher.megatron.overlap_schedule import Lanes, auto_chunks, cut, run
 
 
 class DelayedWeightGradients(Function):
-    """Passes rows on; its backward, launched behind dispatch's, computes the weights' gradients.
+    """Passes a tensor on; its backward, behind dispatch's, computes the weights' gradients.
 
     Megatron's experts keep back the gradients of their weights if
     `overlap_dispatch_backward_with_experts_wgrad` says so. Nobody waits for them but the
@@ -39,8 +40,40 @@ class DelayedWeightGradients(Function):
     def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         """Compute those of the oldest chunk that has none; `grad_x` goes on as it is."""
         with contextlib.nullcontext() if ctx.compute is None else torch.cuda.stream(ctx.compute):
-            ctx.experts.backward_dw()
+            add_weight_gradients(ctx.experts)
         return grad_x, None, None
+
+
+def add_weight_gradients(experts: Any) -> None:  # noqa: ANN401
+    """Compute the weight gradients of the oldest chunk that has none, and keep those of others.
+
+    Transformer Engine's experts put theirs in the place of what is in `grad`. Megatron's wrapper
+    for data parallelism has taken that away by then; without one it is added again here.
+    """
+    before = [(weight, weight.grad) for weight in experts.parameters() if weight.grad is not None]
+    experts.backward_dw()
+    for weight, grad in before:
+        if weight.grad is not None and weight.grad is not grad:
+            weight.grad.add_(grad)
+
+
+def refuse_single_gradients(experts: Any, chunks: int | str) -> None:  # noqa: ANN401
+    """Refuse delayed weight gradients where somebody takes each once a backward.
+
+    Megatron-FSDP puts `post_wgrad_grad_acc_hook` on such weights: it is called once, when the
+    gradient is complete, and the one of each chunk would be written over the last chunk's.
+
+    Raises:
+        ConfigError: a weight has such a hook.
+    """
+    for name, weight in experts.named_parameters():
+        if getattr(weight, "post_wgrad_grad_acc_hook", None) is not None:
+            raise ConfigError(
+                f"overlap.chunks is {chunks} and overlap_dispatch_backward_with_experts_wgrad is "
+                f"True, but the gradient of the experts' {name} is taken once a backward "
+                "(post_wgrad_grad_acc_hook, as Megatron-FSDP sets it) and chunks make one each; "
+                "set overlap.chunks to 1 or the other to False"
+            )
 
 
 class LayerSteps:
@@ -72,7 +105,10 @@ class LayerSteps:
     def dispatch(self, plan: Plan, x: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
         """Send rows; where weight gradients are delayed, hang them behind its backward."""
         if self._delays and torch.is_grad_enabled():
-            x = DelayedWeightGradients.apply(x, self._experts, self._compute)  # type: ignore[no-untyped-call]
+            if x.requires_grad:
+                x = self._behind(x)
+            else:  # nothing below this layer is trained; the router's weights are
+                topk_weights = self._behind(topk_weights)
         return self._manager.send(self._group, plan, x, topk_weights)
 
     def experts(self, plan: Plan, recv_x: Tensor, recv_weights: Tensor) -> Tensor:
@@ -86,6 +122,11 @@ class LayerSteps:
     def combine(self, plan: Plan, expert_out: Tensor) -> Tensor:
         """Sum at home."""
         return self._group.combine(plan, expert_out)
+
+    def _behind(self, given: Tensor) -> Tensor:
+        """What was given, with the weights' gradients behind its own."""
+        passed: Tensor = DelayedWeightGradients.apply(given, self._experts, self._compute)  # type: ignore[no-untyped-call]
+        return passed
 
 
 class OverlappedMoELayer(EpMoELayer):
@@ -123,6 +164,8 @@ class OverlappedMoELayer(EpMoELayer):
             rows: tuple[Tensor, None] = super().routed_experts_compute(hidden_states, probs)
             return rows
         manager = self.token_dispatcher._comm_manager
+        if compat.delays_weight_gradients(manager.config):
+            refuse_single_gradients(self.experts, self._plugin.options.overlap.chunks)
         group = manager.group_for(hidden_states)
         lanes = Lanes(self._plugin.communication_stream(hidden_states.device))
         steps = LayerSteps(manager, group, self.experts, lanes.compute)
