@@ -305,6 +305,56 @@ def test_comparing_two_runs_ends_with_what_it_found(
     assert "load_before" not in told
 
 
+def compare_files(folder: Path, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> int:
+    """`bench compare` of two recorded runs."""
+    for name, lines in (("a", before), ("b", after)):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return main(["bench", "compare", str(folder / "a"), str(folder / "b")])
+
+
+def error_line(**fields: object) -> dict[str, Any]:
+    """A row without a time."""
+    return {"backend": "b", **vars(WORK), "error": "it hung"} | fields
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "code", "words"),
+    [
+        ([timed_line(NOISY)], [error_line()], 3, "1 compared, 1 worse"),
+        ([timed_line(NOISY)], [error_line(num_tokens=7)], 2, "no backend, phase and work in comm"),
+        ([timed_line(NOISY)], [], 2, "the second run has no lines"),
+        ([], [timed_line(NOISY)], 2, "the first run has no lines"),
+        ([error_line()], [timed_line(NOISY)], 2, "no line of the first run has a time"),
+    ],
+    ids=["only errors", "errors of another work", "empty B", "empty A", "only errors in A"],
+)
+def test_a_run_without_times_is_lost_or_named(
+    before: list[dict[str, Any]],
+    after: list[dict[str, Any]],
+    code: int,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert compare_files(tmp_path, before, after) == code
+    told = capsys.readouterr()
+    assert words in told.out + told.err
+
+
+def test_a_comparison_says_how_many_phases_it_cannot_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rounds that spread over a factor of two tell nothing about 5 %; equal ones do."""
+    wide = timed_line([50.0 + 5 * n for n in range(20)])
+    sharp = timed_line([10.0] * 20, phase="combine")
+    assert compare_files(tmp_path, [wide, sharp], [wide, sharp]) == 0
+    assert "1 with an interval too wide to tell whether they are slower by 5%" in (
+        capsys.readouterr().out
+    )
+    assert compare_files(tmp_path, [sharp], [sharp]) == 0
+    assert "too wide" not in capsys.readouterr().out
+
+
 def test_a_layers_cell_is_not_compared_with_one_without_experts() -> None:
     plain, layer = timed_line([10.0] * 20), timed_line([30.0] * 20, ffn_hidden=64)
     changes = compare([plain, layer], [plain, layer])

@@ -252,6 +252,13 @@ def _compare(args: argparse.Namespace) -> int:
             console.print(_describe(change), highlight=False, markup=False)
         for fact in differing_facts(before, after):
             console.print(f"the runs differ in {fact}", highlight=False, markup=False)
+        wide = sum(change.too_wide for change in changes)
+        if wide:
+            console.print(
+                f"{wide} with an interval too wide to tell whether they are slower by "
+                f"{args.tolerance:.0%}; measure more rounds",
+                highlight=False,
+            )
         console.print(f"{len(changes)} compared, {worse} worse")
     return REGRESSED if worse else OK
 

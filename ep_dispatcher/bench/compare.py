@@ -54,6 +54,7 @@ class Change:
         ratio: after / before.
         low: lower end of the ratio's interval; `high`: upper end.
         verdict: "slower" and "lost" make a regression.
+        too_wide: whether "same" may be slower by more than the tolerance: more rounds would tell.
     """
 
     what: str
@@ -63,6 +64,7 @@ class Change:
     low: float | None = None
     high: float | None = None
     verdict: Verdict
+    too_wide: bool = False
 
     @property
     def is_regression(self) -> bool:
@@ -81,19 +83,27 @@ def compare(
 
     Args:
         before: lines of A; the last line of a kind counts.
-        after: lines of B.
+        after: lines of B; where its rows say that there is no time, what A has is lost.
         tolerance: slow-down that is not worth a word, as a share.
         confidence: of the interval.
 
     Raises:
-        ConfigError: tolerance or confidence out of range, or nothing in common.
+        ConfigError: tolerance or confidence out of range, no lines in A or B, no times in A, or
+            nothing in common.
     """
-    if tolerance < 0:
+    if not tolerance >= 0:
         raise ConfigError(f"tolerance is {tolerance}; it must be 0 or more")
     if not 0.5 <= confidence < 1:
         raise ConfigError(f"confidence is {confidence}; it must be in [0.5, 1)")
+    for side, lines in (("first", before), ("second", after)):
+        if not lines:
+            raise ConfigError(f"the {side} run has no lines; give one that measured something")
     old, new = _by_key(before), _by_key(after)
-    if not set(old) & set(new):
+    if not old:
+        raise ConfigError(
+            "no line of the first run has a time, so there is nothing to compare with"
+        )
+    if not {(backend, *work) for backend, _, *work in old} & _cells(after):
         raise ConfigError("the two runs have no backend, phase and work in common")
     return [
         _judge(key, old.get(key), new.get(key), tolerance, confidence)
@@ -154,6 +164,15 @@ def _by_key(lines: Sequence[Line]) -> dict[Key, Line]:
     }
 
 
+def _cells(lines: Sequence[Line]) -> set[Key]:
+    """Backend and work of every line, also of those that say why there is no time."""
+    return {
+        (line["backend"], *(line.get(name) for name in _WORK))
+        for line in lines
+        if "backend" in line
+    }
+
+
 def _judge(
     key: Key, old: Line | None, new: Line | None, tolerance: float, confidence: float
 ) -> Change:
@@ -180,6 +199,7 @@ def _judge(
         low=low,
         high=high,
         verdict=verdict,
+        too_wide=verdict == "same" and high > 1 + tolerance,
     )
 
 
