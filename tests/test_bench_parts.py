@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from time import sleep
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -84,6 +86,12 @@ def test_sweeps_expand_to_products_and_repeat_nothing() -> None:
         ({"backends": ["x"], "work": {"ranks": True}}, "ranks is True; it must be a whole number"),
         ({"backends": ["x"], "work": {"ranks": 0}}, "ranks is 0; it must be at least 1"),
         ({"backends": ["x"], "work": {"skew": "much"}}, "skew is 'much'; it must be a number"),
+        ({"backends": ["x"], "work": {"skew": -1}}, r"skew is -1; it must be in \[0, inf\)"),
+        ({"backends": ["x"], "work": {"skew": math.nan}}, r"skew is nan; it must be in \[0, inf"),
+        (
+            {"backends": ["x"], "sweeps": [{"routing": ["zipf"], "skew": [0, math.inf]}]},
+            r"skew is inf; it must be in \[0, inf\)",
+        ),
         ({"backends": ["x"], "method": {"usage": "maybe"}}, "it must be true or false"),
         (
             {"backends": ["x", "y"], "sweeps": [{"backends": ["x"], "num_tokens": [4]}]},
@@ -226,11 +234,38 @@ def test_a_trace_replays_what_was_recorded(tmp_path: Path) -> None:
         make_routing(replace(work, num_experts=8), 0)
 
 
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
+HEADER = {"format": 1, "num_experts": 4, "num_topk": 2, "ep_size": 1, "source": ""}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "trace.npz does not exist; give an .npz file that training wrote"),
+        ("a folder", "trace.npz is no file; give an .npz file"),
+        (b"", "it is no .npz archive; give"),
+        (b"nothing", "it is no .npz archive; give"),
+        ({}, "is no router trace (KeyError: 'header is not a file in the archive')"),
+        ({"header": [1]}, "is no router trace (TypeError"),
+        ({"header": {"format": 1}}, "is no router trace (KeyError: 'num_experts'); give"),
+        ({"header": HEADER | {"format": 2}}, "has trace format 2; this version reads 1"),
+    ],
+    ids=["none", "folder", "empty", "junk", "foreign", "list", "short header", "format"],
+)
+def test_a_file_that_is_no_trace_is_refused(
+    content: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "trace.npz"
-    file.write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match="is no router trace"):
-        read_trace(file)
+    if content == "a folder":
+        file.mkdir()
+    elif isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        texts = {name: json.dumps(value).encode() for name, value in content.items()}
+        np.savez(file, **{name: np.frombuffer(text, np.uint8) for name, text in texts.items()})
+    assert main(["bench", "trace", str(file)]) == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert str(file) in told
 
 
 class Router(nn.Module):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,7 @@ class Work:
         dtype: of the rows.
         routing: "uniform", "group-limited", "zipf", "all-to-one" (all tokens choose the first K
             experts) or "replay" (a recorded router trace).
-        skew: exponent of zipf.
+        skew: exponent of zipf, in [0, inf); 0 is uniform.
         masked_fraction: share of slots that are dropped (-1), in [0, 1].
         trace: file that "replay" reads.
         alignment: rows of each expert are padded to a multiple of this.
@@ -81,6 +82,8 @@ class Work:
             )
         if not 0 <= self.masked_fraction <= 1:
             raise ConfigError(f"masked_fraction is {self.masked_fraction}; it must be in [0, 1]")
+        if not 0 <= self.skew < math.inf:
+            raise ConfigError(f"skew is {self.skew}; it must be in [0, inf)")
         if self.ranks < 1:
             raise ConfigError(f"ranks is {self.ranks}; it must be at least 1")
         if self.domains < 1 or self.ranks % self.domains:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ep_dispatcher.errors import ConfigError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MAX_EXPERTS = 1 << 15
+_SOURCE = "an .npz file that training wrote (`train.record_routing`) or `bench trace --merge`"
 
 
 @dataclass
@@ -132,26 +134,18 @@ def read_trace(path: Path) -> RouterTrace:
     """Read a trace.
 
     Raises:
-        ConfigError: no trace of this format, or an expert outside [-1, E).
+        ConfigError: no file, no trace of this format, or an expert outside [-1, E).
     """
+    if not path.is_file():
+        what = "is no file" if path.exists() else "does not exist"
+        raise ConfigError(f"router trace {path} {what}; give {_SOURCE}")
+    if not zipfile.is_zipfile(path):
+        raise ConfigError(f"{path} is no router trace, as it is no .npz archive; give {_SOURCE}")
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            header = json.loads(archive["header"].tobytes())
-            layers, ranks = archive["layer"].tolist(), archive["rank"].tolist()
-            entries = [archive[f"entry_{n}"].astype(np.int64) for n in range(len(layers))]
-            written = int(header["format"])
-    except (KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{path} is no router trace: {error}") from error
-    if written != FORMAT:
-        raise ConfigError(f"{path} has trace format {written}; this version reads {FORMAT}")
-    trace = RouterTrace(
-        num_experts=int(header["num_experts"]),
-        num_topk=int(header["num_topk"]),
-        ep_size=int(header["ep_size"]),
-        source=str(header["source"]),
-        layers=layers,
-        ranks=ranks,
-    )
+        trace, entries = _read_archive(path)
+    except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path} is no router trace ({reason}); give {_SOURCE}") from error
     for number, entry in enumerate(entries):
         if entry.shape[1:] != (trace.num_topk,):
             raise ConfigError(f"{path}: entry {number} has shape {entry.shape}, not [T, K]")
@@ -159,6 +153,26 @@ def read_trace(path: Path) -> RouterTrace:
             raise ConfigError(f"{path}: entry {number} names an expert outside the model's")
         trace.entries.append(torch.from_numpy(entry))
     return trace
+
+
+def _read_archive(path: Path) -> tuple[RouterTrace, list[NDArray[np.int64]]]:
+    """A trace without its entries, and the entries, unchecked."""
+    with np.load(path, allow_pickle=False) as archive:
+        header = json.loads(archive["header"].tobytes())
+        if header["format"] != FORMAT:
+            raise ConfigError(
+                f"{path} has trace format {header['format']}; this version reads {FORMAT}"
+            )
+        trace = RouterTrace(
+            num_experts=int(header["num_experts"]),
+            num_topk=int(header["num_topk"]),
+            ep_size=int(header["ep_size"]),
+            source=str(header["source"]),
+            layers=archive["layer"].tolist(),
+            ranks=archive["rank"].tolist(),
+        )
+        count = range(len(trace.layers))
+        return trace, [archive[f"entry_{number}"].astype(np.int64) for number in count]
 
 
 def merge_traces(traces: list[RouterTrace]) -> RouterTrace:
