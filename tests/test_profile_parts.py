@@ -13,9 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ep_dispatcher import launch
 from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.launch import USER_ERROR
-from ep_dispatcher.profile import parity, schedule
+from ep_dispatcher.profile import command, parity, schedule
 from ep_dispatcher.profile.beside import Timeline, evaluate, variants_of
 from ep_dispatcher.profile.clock import Clock, HostStamp, Span, hidden_ms, merge, overlap_of
 from ep_dispatcher.profile.parity import SPLIT, SplitCorpus, config_of
@@ -210,6 +211,56 @@ def test_layers_are_counted_without_their_range() -> None:
     """Under a schedule that runs a layer's parts itself there are plans only."""
     parts = [each for each in layer_events() if each["name"] != "ep:layer"]
     assert summarise(Trace([*parts, event("user_annotation", "ep:plan", 300, 2)]))["layers"] == 2
+
+
+def test_a_trace_without_named_layers_has_no_figures_for_one() -> None:
+    """A dispatcher of Megatron's: what is not known is None, not zero, and not of one layer."""
+    events = [
+        event("cpu_op", "aten::mm", 11, 8, **{"Sequence number": 40, "Fwd thread id": 0}),
+        *launched(2, "nvjet_gemm", 12, 140, 160),
+    ]
+    for trace in (Trace(events), Trace(events[:1])):
+        found = summarise(trace)
+        assert found["layers"] == 0
+        for name in (
+            "communication_us", "exposed_us", "hidden_fraction", "plans_per_layer",
+            "host_syncs_per_layer",
+        ):  # fmt: skip
+            assert found[name] is None, name
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_other_dispatchers_are_refused_before_ranks_start(
+    dispatcher: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their layers have no named phases; the message says what can be used."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "start_ranks", lambda *_: pytest.fail("ranks were started"))
+    path = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
+    words = ["--config", str(path), "--set", f"train.dispatcher={dispatcher}"]
+    assert command.rank_main(words) == USER_ERROR
+    said = capsys.readouterr().err
+    assert f"train.dispatcher is {dispatcher}" in said
+    assert "ep_dispatcher.profile.layer" in said
+
+
+def test_the_table_is_of_ranks_with_layers_each_by_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipeline stage without experts, one of one layer and one of three: 40, 60 / 3 -> 30."""
+    path = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
+    empty = summarise(Trace([]))
+    ranks = [
+        empty | {"layers": layers, "phases_us": {"plan": 4.0 * layers}, "communication_us": total}
+        for layers, total in ((1, 40.0), (3, 60.0))
+    ]
+    command._report(load_config(path), [empty, *ranks], tmp_path)
+    rows = {
+        words[1]: words[3]
+        for words in (line.split() for line in capsys.readouterr().out.splitlines())
+        if len(words) == 5
+    }
+    assert (rows["plan"], rows["communication"]) == ("4.0", "30.0")
 
 
 def test_compressed_traces_are_read(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--steps is {args.steps} and --warm-up {args.warm_up}; each must be at least 1"
         )
+    refuse_other_dispatchers(config)
     adopt_slurm("scripts/train.sbatch")
     if "RANK" in os.environ:
         return run_rank(config, args.warm_up, same_batch=args.same_batch)
@@ -69,6 +70,20 @@ def run(args: argparse.Namespace) -> int:
     words = [*launch.words_of(args), "--warm-up", str(args.warm_up)]
     words += ["--same-batch"] if args.same_batch else []
     return launch.start_ranks(config, words, "ep_dispatcher.profile")
+
+
+def refuse_other_dispatchers(config: TrainConfig) -> None:
+    """Refuse a job whose layers have no named phases: a summary would call them free.
+
+    Raises:
+        ConfigError: the dispatcher is one of Megatron's.
+    """
+    if config.train.dispatcher != "ep_dispatcher":
+        raise ConfigError(
+            f"train.dispatcher is {config.train.dispatcher}, whose phases have no names in a "
+            "trace; set train.dispatcher to ep_dispatcher, or use ep_dispatcher.profile.layer, "
+            "which times a layer of alltoall and of ours by events"
+        )
 
 
 def rank_main(words: Sequence[str]) -> int:
@@ -175,17 +190,17 @@ def _report(config: TrainConfig, told: list[dict[str, Any]], folder: Path) -> No
         "ranks": told,
     }
     (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    layers = max(1, told[0]["layers"])
+    ranks = [rank for rank in told if rank["layers"]]  # a pipeline stage may have none
     table = Table(title=f"{config.train.dispatcher}: per layer and micro-batch, mean over ranks")
     table.add_column("what")
     table.add_column("us", justify="right")
-    for name in sorted({name for rank in told for name in rank["phases_us"]}):
-        mean = sum(rank["phases_us"].get(name, 0.0) for rank in told) / len(told)
-        table.add_row(name, f"{mean / layers:.1f}")
+    for name in sorted({name for rank in ranks for name in rank["phases_us"]}):
+        each = [rank["phases_us"].get(name, 0.0) / rank["layers"] for rank in ranks]
+        table.add_row(name, f"{sum(each) / len(each):.1f}")
     for name in ("communication_us", "exposed_us"):
-        if told[0][name] is not None:
-            mean = sum(rank[name] for rank in told) / len(told)
-            table.add_row(name.removesuffix("_us"), f"{mean / layers:.1f}")
+        each = [rank[name] / rank["layers"] for rank in ranks if rank[name] is not None]
+        if each:
+            table.add_row(name.removesuffix("_us"), f"{sum(each) / len(each):.1f}")
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(table)
     for name in ("hidden_fraction", "gemm_slow_down", "plans_per_layer", "host_syncs_per_layer"):

@@ -200,26 +200,29 @@ def summarise(trace: Trace) -> dict[str, Any]:
     Returns:
         `phases_us` (time of each phase, pieces that overlap counted once), `communication_us`,
         `exposed_us`, `hidden_fraction`, `gemm_slow_down`, `layers`, `plans_per_layer`,
-        `host_syncs_per_layer`. What needs kernels is None without them.
+        `host_syncs_per_layer`. What needs kernels is None without them, what is for each layer
+        without a layer, and communication where none was recorded.
     """
     names = sorted({each.phase for each in trace.work if each.phase})
     communication = [each for each in trace.work if each.communicates]
     compute = merge([each.interval for each in trace.work if not each.communicates])
     total = sum(each.us for each in communication)
     hidden = sum(overlap_of(each.interval, compute) for each in communication)
-    layers = max(1, trace.num_layers)
+    per_layer = 1 / trace.num_layers if trace.num_layers else None
     return {
         "phases_us": {
             name.removeprefix(PREFIX): round(_length([w for w in trace.work if w.phase == name]), 3)
             for name in names
         },
-        "communication_us": round(total, 3),
-        "exposed_us": round(total - hidden, 3) if trace.on_gpu else None,
+        "communication_us": round(total, 3) if communication else None,
+        "exposed_us": round(total - hidden, 3) if trace.on_gpu and communication else None,
         "hidden_fraction": round(hidden / total, 4) if trace.on_gpu and total else None,
         "gemm_slow_down": gemm_slow_down(trace.work) if trace.on_gpu else None,
         "layers": trace.num_layers,
-        "plans_per_layer": round(trace.num_plans / layers, 3),
-        "host_syncs_per_layer": round(trace.num_syncs / layers, 3) if trace.on_gpu else None,
+        "plans_per_layer": round(trace.num_plans * per_layer, 3) if per_layer else None,
+        "host_syncs_per_layer": (
+            round(trace.num_syncs * per_layer, 3) if trace.on_gpu and per_layer else None
+        ),
     }
 
 
