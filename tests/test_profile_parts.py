@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ep_dispatcher import launch
+from ep_dispatcher import device, launch
 from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.launch import USER_ERROR
-from ep_dispatcher.profile import command, parity, schedule
+from ep_dispatcher.profile import command, parity, schedule, syncs
 from ep_dispatcher.profile.beside import Timeline, evaluate, variants_of
 from ep_dispatcher.profile.clock import Clock, HostStamp, Span, hidden_ms, merge, overlap_of
 from ep_dispatcher.profile.parity import SPLIT, SplitCorpus, config_of
@@ -397,3 +398,35 @@ def test_picture_shows_the_last_layer_of_a_trace(tmp_path: Path) -> None:
     trace.write_text(json.dumps({"traceEvents": [*marks, *work]}))
     assert picture([f"1 chunk={trace}", str(tmp_path / "layer.png")]) == 0
     assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_waits_for_a_mailbox_are_counted_where_they_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the call that the device tier makes, while it is counted and not after."""
+    backend: Any = object.__new__(device.DeviceBackend)  # needs no GPU for this
+    backend._session = SimpleNamespace(fault_address=0, device=None)
+    backend._module = SimpleNamespace(wait_for_mailbox=lambda *_: True)
+    backend._config = SimpleNamespace(tuning=SimpleNamespace(timeout_s=1.0))
+    backend._begun = SimpleNamespace(query=lambda: True)
+    backend._ticket = 1
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: backend._begun)
+    with syncs.counting_waits() as waits:
+        assert waits.count == 0
+        assert [backend._answered(0), backend._answered(0)] == [True, True]
+    assert backend._answered(0)
+    assert waits.count == 2
+
+
+@pytest.mark.parametrize("mode", ["eager", "static"])
+def test_waits_of_either_mode_are_those_that_were_counted(mode: str) -> None:
+    """Eight mailboxes and one CUDA call in four layers; nothing follows from the mode's name."""
+    lines: list[dict[str, Any]] = []
+    log: Any = SimpleNamespace(write=lambda **fields: lines.append(fields))
+    syncs.record(mode, syncs.Seen(Trace(layer_events()), 8), log)
+    (line,) = lines
+    assert (line["variant"], line["host_syncs"], line["cuda_synchronisations"]) == (
+        mode,
+        2.25,
+        0.25,
+    )

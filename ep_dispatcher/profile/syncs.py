@@ -2,25 +2,30 @@
 
     torchrun --nproc-per-node 1 -m ep_dispatcher.profile.syncs --out docs/results/overlap.jsonl
 
-Forward and backward of an empty layer (no experts), once with exact sizes (eager: the host reads
-the mailbox of each plan, without a CUDA call) and once with a capacity (static: it reads nothing).
-One rank, as the profiler cannot look through MPS.
+Forward and backward of an empty layer (no experts), once with exact sizes (eager: the host is to
+read the mailbox of each plan, without a CUDA call) and once with a capacity (static: it is to read
+nothing). CUDA calls that wait are counted in the trace, waits for a mailbox where the device tier
+makes them, in both modes alike. One rank, as the profiler cannot look through MPS.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from ep_dispatcher import EpConfig, EPGroup, MoeShape
+from ep_dispatcher import EpConfig, EPGroup, MoeShape, device
 from ep_dispatcher.bench.results import ResultLog, log_of_module
+from ep_dispatcher.device_wait import wait_for_answer
 from ep_dispatcher.profile.trace import Trace
 from ep_dispatcher.ranges import LAYER, phase
 from ep_dispatcher.train.progress import Steps, say
@@ -30,7 +35,35 @@ TOKENS = 2048
 _LAYERS = 4
 
 
-def trace_of(group: EPGroup, topk_idx: torch.Tensor, x: torch.Tensor, steps: Steps) -> Trace:
+class MailboxWaits:
+    """How often the host waited for a plan's mailbox."""
+
+    def __init__(self) -> None:
+        """Not yet."""
+        self.count = 0
+
+
+class Seen(NamedTuple):
+    """What was recorded of some layers: their trace, and the host's waits for mailboxes."""
+
+    trace: Trace
+    mailbox_waits: int
+
+
+@contextlib.contextmanager
+def counting_waits() -> Iterator[MailboxWaits]:
+    """Count the device tier's calls of `wait_for_answer` inside."""
+    waits = MailboxWaits()
+
+    def counted(*args: Any) -> bool:  # noqa: ANN401
+        waits.count += 1
+        return wait_for_answer(*args)
+
+    with mock.patch.object(device, "wait_for_answer", counted):
+        yield waits
+
+
+def run_layers(group: EPGroup, topk_idx: torch.Tensor, x: torch.Tensor, steps: Steps) -> Seen:
     """Run some layers, forward and backward inside one range each, and read their trace."""
 
     def layer() -> None:
@@ -47,7 +80,8 @@ def trace_of(group: EPGroup, topk_idx: torch.Tensor, x: torch.Tensor, steps: Ste
         layer()
     torch.cuda.synchronize()
     steps("layers under the profiler, whose own start takes a while")
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with counting_waits() as waits, profile(activities=kinds) as profiler:
         for _ in range(_LAYERS):
             layer()
         torch.cuda.synchronize()
@@ -55,7 +89,7 @@ def trace_of(group: EPGroup, topk_idx: torch.Tensor, x: torch.Tensor, steps: Ste
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
-        return Trace.read(path)
+        return Seen(Trace.read(path), waits.count)
 
 
 def main(words: Sequence[str]) -> int:
@@ -83,27 +117,32 @@ def measure(log: ResultLog) -> None:
         )
         steps(f"{mode}: opening the group")
         with EPGroup.create(None, config) as group:
-            trace = trace_of(group, topk_idx, x, steps)
-        plan_waits = trace.num_plans if mode == "eager" else 0
-        log.write(
-            sharing="one per gpu",
-            suite="overlap",
-            backend="ep_dispatcher/device",
-            variant=mode,
-            phase="step",
-            ranks=1,
-            num_tokens=TOKENS,
-            hidden=SHAPE.hidden,
-            num_topk=SHAPE.num_topk,
-            num_experts=SHAPE.num_experts,
-            dtype=SHAPE.dtype,
-            host_syncs=(trace.num_syncs + plan_waits) / _LAYERS,
-            cuda_synchronisations=trace.num_syncs / _LAYERS,
-        )
-        say(
-            f"{mode}: {trace.num_layers} layers, {trace.num_syncs} CUDA calls that wait, "
-            f"{plan_waits} waits for a mailbox, {len(trace.work)} kernels"
-        )
+            seen = run_layers(group, topk_idx, x, steps)
+        record(mode, seen, log)
+
+
+def record(mode: str, seen: Seen, log: ResultLog) -> None:
+    """Append the line of a mode and print it; figures are of one layer."""
+    trace, waits = seen
+    log.write(
+        sharing="one per gpu",
+        suite="overlap",
+        backend="ep_dispatcher/device",
+        variant=mode,
+        phase="step",
+        ranks=1,
+        num_tokens=TOKENS,
+        hidden=SHAPE.hidden,
+        num_topk=SHAPE.num_topk,
+        num_experts=SHAPE.num_experts,
+        dtype=SHAPE.dtype,
+        host_syncs=(trace.num_syncs + waits) / _LAYERS,
+        cuda_synchronisations=trace.num_syncs / _LAYERS,
+    )
+    say(
+        f"{mode}: {trace.num_layers} layers, {trace.num_syncs} CUDA calls that wait, "
+        f"{waits} waits for a mailbox, {len(trace.work)} kernels"
+    )
 
 
 if __name__ == "__main__":
