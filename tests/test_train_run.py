@@ -29,9 +29,13 @@ _TIMEOUT_S = 120
 
 
 def start(
-    out: Path, *options: str, ranks: int = RANKS, steps: int = STEPS
+    out: Path,
+    *options: str,
+    ranks: int = RANKS,
+    steps: int = STEPS,
+    modules: tuple[Path, ...] = (),
 ) -> subprocess.Popen[str]:
-    """Start the main job in a session of its own, small."""
+    """Start the main job in a session of its own, small; `modules` are found before ours."""
     command = [sys.executable, "-m", "ep_dispatcher.train", "--config", "configs/tiny_cpu.yaml"]
     command += ["--out", str(out), "--steps", str(steps)]
     settings = ["train.decay_steps=12", "train.warmup_steps=2", f"train.checkpoint_every={EVERY}"]
@@ -40,7 +44,7 @@ def start(
     for setting in settings:
         command += ["--set", setting]
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (*modules, ROOT)))
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -146,6 +150,32 @@ def test_sharded_optimizer_resumes(tmp_path: Path) -> None:
     assert code == 0, errors
     assert f"going on from the checkpoint of step {EVERY}" in text
     assert numbers(tmp_path) == whole_run
+
+
+def test_no_checkpoint_is_saved_after_a_fault_on_one_rank(tmp_path: Path) -> None:
+    """A fault of the last step's kernels, which no call raises; every rank stops."""
+    (tmp_path / "sitecustomize.py").write_text(f"""
+import atexit, os, time
+from pathlib import Path
+from ep_dispatcher import EPGroup, EpTimeoutError
+
+def check(group):
+    rank = int(os.environ["RANK"])
+    Path({str(tmp_path)!r}, f"checked{{rank}}").touch()
+    if rank == 1:
+        atexit.register(time.sleep, 2)  # the other is not ended before it has said why
+        raise EpTimeoutError("waited in vain", rank=1, peer=0, phase="combine: partial sums")
+
+EPGroup.check = check
+""")
+    code, _, errors = finish(start(tmp_path / "out", steps=EVERY, modules=(tmp_path,)))
+    assert code == 1
+    assert "EpTimeoutError: waited in vain" in errors
+    assert (
+        "RuntimeError: the group of rank 1 met a fault, so no steps since the last checkp" in errors
+    )
+    assert [path.name for path in sorted(tmp_path.glob("checked*"))] == ["checked0", "checked1"]
+    assert finished(tmp_path / "out" / "checkpoints") == []
 
 
 def test_damaged_checkpoint_and_other_config_are_refused(whole: tuple[Path, str]) -> None:

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from ep_dispatcher.accounting import Scheme
 from ep_dispatcher.config import DTYPE_BYTES
+from ep_dispatcher.errors import EpError, EpTimeoutError
+from ep_dispatcher.group import EPGroup
 from ep_dispatcher.megatron.plugin import dispatchers_of
 from ep_dispatcher.train.checkpoint import Checkpoints
 from ep_dispatcher.train.config import TrainConfig
@@ -67,10 +69,46 @@ def _run_steps(config: TrainConfig, corpus: Corpus, runtime: Runtime, job: Job) 
             if line is not None and metrics is not None:
                 metrics.append(line)
                 progress.show(line)
+            is_last = step + 1 == config.train.steps
             every = config.train.checkpoint_every
-            if every and ((step + 1) % every == 0 or step + 1 == config.train.steps):
+            saves = every > 0 and ((step + 1) % every == 0 or is_last)
+            if saves or is_last:
+                check_groups(job, runtime)
+            if saves:
                 checkpoints.save(job, step + 1)
     return progress.summary()
+
+
+def check_groups(job: Job, runtime: Runtime) -> None:
+    """Raise on every rank if a group of any rank has met a fault so far; collective.
+
+    No call waits for its kernels, and those of a fault leave gradients unwritten: what came of
+    them must not be saved.
+
+    Raises:
+        EpTimeoutError, EpError: what this rank's group met, see `EPGroup.check`.
+        RuntimeError: another rank's group met something; names the first rank and says what.
+    """
+    if job.plugin is None:
+        return
+    if runtime.on_gpu:
+        torch.cuda.synchronize()
+    own: EpError | EpTimeoutError | None = None
+    try:
+        for group in groups_of(job):
+            group.check()
+    except (EpError, EpTimeoutError) as met:
+        own = met
+    told: list[str | None] = [None] * runtime.num_ranks
+    dist.all_gather_object(told, None if own is None else str(own))
+    if own is not None:
+        raise own
+    for rank, text in enumerate(told):
+        if text is not None:
+            raise RuntimeError(
+                f"the group of rank {rank} met a fault, so no steps since the last checkpoint are "
+                f"saved: {text}"
+            )
 
 
 class Trainer:
@@ -204,9 +242,13 @@ class Trainer:
 
 def tiers_of(job: Job) -> set[str]:
     """Tiers of our dispatcher's groups that are open; none before the first step."""
+    return {group.tier for group in groups_of(job)}
+
+
+def groups_of(job: Job) -> set[EPGroup]:
+    """Groups of our dispatcher that are open; none before the first step."""
     managers = [getattr(each, "_comm_manager", None) for each in dispatchers_of([job.chunk])]
-    groups = [group for each in managers for group in getattr(each, "_groups", {}).values()]
-    return {group.tier for group in groups}
+    return {group for each in managers for group in getattr(each, "_groups", {}).values()}
 
 
 def _rank_in_group() -> int:
