@@ -12,7 +12,13 @@ import yaml
 from ep_dispatcher import launch
 from ep_dispatcher.errors import ConfigError, EpError
 from ep_dispatcher.slurm import adopt_slurm
-from ep_dispatcher.train.config import TrainConfig, config_from_dict, load_config
+from ep_dispatcher.train.config import (
+    BOOKKEEPING,
+    SPEED_ONLY,
+    TrainConfig,
+    config_from_dict,
+    load_config,
+)
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TRAINING = sorted(
@@ -134,6 +140,14 @@ def test_identity_holds_what_decides_the_numbers() -> None:
     # Without decay_steps the schedule ends at `steps`, so a longer run is another run.
     longer = config_from_dict({"train": {"steps": 200}})
     assert longer.identity() != config_from_dict({"train": {"steps": 100}}).identity()
+
+
+def test_the_page_names_all_that_a_resumed_run_may_change() -> None:
+    """Every key that is left out of a run's identity."""
+    page = (CONFIGS.parent / "docs" / "training.md").read_text()
+    paragraph = page.split("Free to change:")[1].split("Files are")[0]
+    for key in (*BOOKKEEPING, *SPEED_ONLY):
+        assert f"`{key}`" in paragraph, key
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "short"])
