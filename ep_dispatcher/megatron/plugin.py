@@ -188,14 +188,13 @@ def _replace_moe(node: Any, plugin: EpPlugin) -> tuple[Any, int]:  # noqa: ANN40
 
     Up to 0.17 an MLP is a ModuleSpec, from 0.18 on a functools.partial of its class.
     """
+    ours = OverlappedMoELayer if plugin.options.overlap.chunks != 1 else EpMoELayer
     if isinstance(node, functools.partial):
         if node.func is not MoELayer:
             return node, 0
-        ours = OverlappedMoELayer if plugin.options.overlap.chunks != 1 else EpMoELayer
         return functools.partial(ours, *node.args, plugin=plugin, **node.keywords), 1
     if isinstance(node, ModuleSpec) and node.module is MoELayer:
         params = {**(node.params or {}), "plugin": plugin}
-        ours = OverlappedMoELayer if plugin.options.overlap.chunks != 1 else EpMoELayer
         return dataclasses.replace(node, module=ours, params=params), 1
     if isinstance(node, list):
         pairs = [_replace_moe(item, plugin) for item in node]
