@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ep_dispatcher.accounting import LINKS
+from ep_dispatcher.bench import plots
 from ep_dispatcher.bench.backends.base import Received
 from ep_dispatcher.bench.backends.megatron import capacity_factor
 from ep_dispatcher.bench.bandwidth import count_rows, phase_bytes, rates
@@ -252,16 +253,22 @@ HEADER = {"format": 1, "num_experts": 4, "num_topk": 2, "ep_size": 1, "source": 
     ids=["none", "folder", "empty", "junk", "foreign", "list", "short header", "format"],
 )
 def test_a_file_that_is_no_trace_is_refused(
-    content: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str | bytes | dict[str, Any] | None,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = tmp_path / "trace.npz"
-    if content == "a folder":
+    if isinstance(content, str):
         file.mkdir()
     elif isinstance(content, bytes):
         file.write_bytes(content)
     elif content is not None:
-        texts = {name: json.dumps(value).encode() for name, value in content.items()}
-        np.savez(file, **{name: np.frombuffer(text, np.uint8) for name, text in texts.items()})
+        arrays: dict[str, Any] = {
+            name: np.frombuffer(json.dumps(value).encode(), np.uint8)
+            for name, value in content.items()
+        }
+        np.savez(file, **arrays)
     assert main(["bench", "trace", str(file)]) == 2
     told = capsys.readouterr().err
     assert words in told
@@ -462,6 +469,50 @@ def test_series_hold_everything_but_the_axis_fixed() -> None:
         return float(len(here))  # type: ignore[arg-type]
 
     assert series(lines, "num_tokens", value)[1] == {"b": [(8, 1), (16, 1), (32, 1)]}
+
+
+def plot_lines(backend: str, runs: dict[int, str]) -> list[dict[str, Any]]:
+    """Dispatch and combine at each number of tokens, of the run named for it."""
+    return [
+        timed_line([float(tokens)], backend=backend, phase=phase, num_tokens=tokens, run=run)
+        for tokens, run in runs.items()
+        for phase in ("dispatch", "combine")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "ending"),
+    [
+        (plot_lines("a", {8: "r1", 16: "r1"}), "lower is better."),
+        (plot_lines("a", {8: "r1", 16: "r1", 32: "r2"}), "Of several runs: r1, r2."),
+        (
+            plot_lines("a", {8: "r1", 16: "r2"}) + plot_lines("b", {8: "r3", 16: "r3"}),
+            "Of several runs: r1, r2, r3.",
+        ),
+        (plot_lines("a", {8: "r1", 16: "r2"}), None),
+    ],
+    ids=["one run", "two runs", "two backends", "a point of each run"],
+)
+def test_a_plot_says_what_it_draws_and_of_which_runs(
+    lines: list[dict[str, Any]], ending: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One backend with one point of each run is left out: its line would compare runs."""
+    monkeypatch.setattr(plots, "_png", lambda figure: figure.get_suptitle().encode())
+    found = {plot.name: plot for plot in plots.make_plots(lines)}
+    plot = found.get("time_against_tokens")
+    assert (plot is None) is (ending is None)
+    if plot is not None and ending is not None:
+        assert plot.caption.endswith(ending)
+        assert plot.png == b"Forward round trip against tokens a rank"
+    assert found["phases"].png == b"Forward round trip by phase"
+
+
+def test_a_single_bar_is_no_plot() -> None:
+    layer = [timed_line([9.0], phase=f"layer_{way}") for way in ("forward", "backward")]
+    assert "layer" not in {plot.name for plot in plots.make_plots(layer)}
+    both = [*layer, *(line | {"backend": "c", "run": "r2"} for line in layer)]
+    (plot,) = (plot for plot in plots.make_plots(both) if plot.name == "layer")
+    assert plot.caption.endswith("r2.")
 
 
 def test_an_axis_ends_at_ticks() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ep_dispatcher.bench.interference import ALONE, BESIDE, CALLS, CONTROL, why_no_figure
 
@@ -41,6 +41,20 @@ class Table:
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+
+
+class Series(NamedTuple):
+    """Curves of one plot.
+
+    Attributes:
+        words: the setting that all points share.
+        points: backend -> [(axis value, value)] by ascending axis value.
+        runs: backend -> the run of each of its points.
+    """
+
+    words: str
+    points: dict[str, list[tuple[float, float]]]
+    runs: dict[str, list[str]]
 
 
 def with_knobs(line: Line) -> Line:
@@ -336,7 +350,7 @@ def series(
     value: Callable[[Sequence[Line], tuple[str, int]], float | None],
     *,
     where: Callable[[Line], bool] = lambda line: True,
-) -> tuple[str, dict[str, list[tuple[float, float]]]]:
+) -> Series:
     """Points of each backend along one swept field, all other fields being equal.
 
     The setting with most points is shown, of several the one with most backends; fields that travel
@@ -349,27 +363,37 @@ def series(
         where: lines to look at.
 
     Returns:
-        Words of the setting, and backend -> [(axis value, value)] by ascending axis value.
+        Backends with two points or more.
     """
     families: dict[tuple[object, ...], list[Line]] = {}
     for line in timed(lines):
         if axis in line and where(line):
             families.setdefault(_family(line, axis), []).append(line)
     if not families:
-        return "", {}
+        return Series("", {}, {})
     chosen = max(
         families.values(), key=lambda mine: (_values(mine, axis), _values(mine, "backend"))
     )
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, dict[float, tuple[float, str]]] = {}
     for backend, sms in _variants(chosen):
-        name = backend
         for point in sorted({line[axis] for line in chosen}):
             here = [line for line in chosen if line[axis] == point]
             measured = value(here, (backend, sms))
             if measured is not None:
-                found.setdefault(name, []).append((float(point), measured))
-    merged = {name: sorted(set(points)) for name, points in found.items()}
-    return setting_words(chosen[0], axis), {n: p for n, p in merged.items() if len(p) > 1}
+                run = runs_of(here, [(backend, sms)])[-1]
+                found.setdefault(backend, {})[float(point)] = (measured, run)
+    curves = {name: sorted(mine.items()) for name, mine in found.items() if len(mine) > 1}
+    return Series(
+        setting_words(chosen[0], axis),
+        {name: [(x, y) for x, (y, _) in curve] for name, curve in curves.items()},
+        {name: [run for _, (_, run) in curve] for name, curve in curves.items()},
+    )
+
+
+def runs_of(lines: Sequence[Line], variants: Sequence[tuple[str, int]]) -> list[str]:
+    """Runs that the lines of some (backend, SMs) pairs are of, each once, in order."""
+    mine = [line for line in lines if (line["backend"], line["num_sms"]) in variants]
+    return list(dict.fromkeys(str(line.get("run", "")) for line in mine))
 
 
 def _values(lines: Sequence[Line], field: str) -> int:

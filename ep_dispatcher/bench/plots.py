@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from matplotlib.ticker import FuncFormatter, LogLocator
 from ep_dispatcher.bench.page_data import (
     PHASES,
     Line,
+    Series,
     backends_of,
     median_us,
     round_trip_us,
+    runs_of,
     series,
     setting_of,
     setting_words,
@@ -26,7 +29,6 @@ from ep_dispatcher.bench.page_data import (
     timed,
 )
 
-Points = dict[str, list[tuple[float, float]]]
 _COLOURS = (
     "#0b6e4f",
     "#c8553d",
@@ -77,9 +79,11 @@ def make_plots(lines: Sequence[Line]) -> list[Plot]:
 
 
 def _against_tokens(lines: Sequence[Line]) -> Plot | None:
-    words, points = series(lines, "num_tokens", round_trip_us, where=_plain)
-    caption = f"Forward round trip against tokens a rank ({words}); lower is better."
-    return _curves(lines, points, "time_against_tokens", caption, ("tokens a rank", "us"), log=True)
+    found = series(lines, "num_tokens", round_trip_us, where=_plain)
+    title = "Forward round trip against tokens a rank"
+    caption = f"{title} ({found.words}); lower is better."
+    labels = ("tokens a rank", "us")
+    return _curves(lines, found, "time_against_tokens", (title, caption), labels, log=True)
 
 
 def _against_sms(lines: Sequence[Line]) -> Plot | None:
@@ -92,9 +96,11 @@ def _against_sms(lines: Sequence[Line]) -> Plot | None:
         ]
         return float(rates[-1]) if rates else None
 
-    words, points = series(lines, "num_sms", rate)
-    caption = f"Dispatch, rows delivered (D2) against SMs a rank ({words}); higher is better."
-    return _curves(lines, points, "rate_against_sms", caption, ("SMs a rank", "GB/s a rank"))
+    found = series(lines, "num_sms", rate)
+    title = "Dispatch, rows delivered (D2) against SMs a rank"
+    caption = f"{title} ({found.words}); higher is better."
+    labels = ("SMs a rank", "GB/s a rank")
+    return _curves(lines, found, "rate_against_sms", (title, caption), labels)
 
 
 def _against_skew(lines: Sequence[Line]) -> Plot | None:
@@ -104,15 +110,15 @@ def _against_skew(lines: Sequence[Line]) -> Plot | None:
         for line in lines
         if line["routing"] in ("uniform", "zipf")
     ]
-    words, points = series(skewed, "skew", round_trip_us)
-    base = {name: curve[0][1] for name, curve in points.items()}
-    slower = {n: [(x, y / base[n]) for x, y in curve] for n, curve in points.items()}
-    caption = (
-        f"Slow-down of the round trip against skew, relative to the least skew shown; 0 is "
-        f"uniform ({words})."
-    )
+    found = series(skewed, "skew", round_trip_us)
+    slower = {
+        name: [(x, y / curve[0][1]) for x, y in curve] for name, curve in found.points.items()
+    }
+    title = "Slow-down of the round trip against skew"
+    caption = f"{title}, relative to the least skew shown; 0 is uniform ({found.words})."
     labels = ("exponent of the Zipf routing", "times slower")
-    return _curves(lines, slower, "slowdown_against_skew", caption, labels)
+    found = found._replace(points=slower)
+    return _curves(lines, found, "slowdown_against_skew", (title, caption), labels)
 
 
 def _memory(lines: Sequence[Line]) -> Plot | None:
@@ -125,10 +131,11 @@ def _memory(lines: Sequence[Line]) -> Plot | None:
         ]
         return sizes[-1] / 1e6 if sizes else None
 
-    words, points = series(lines, "num_tokens", peak, where=_plain)
-    caption = f"Peak memory in the timed rounds plus what is held ({words}); lower is better."
+    found = series(lines, "num_tokens", peak, where=_plain)
+    title = "Peak memory in the timed rounds plus what is held"
+    caption = f"{title} ({found.words}); lower is better."
     labels = ("tokens a rank", "MB a rank")
-    return _curves(lines, points, "memory_against_tokens", caption, labels, log=True)
+    return _curves(lines, found, "memory_against_tokens", (title, caption), labels, log=True)
 
 
 def _stacked(lines: Sequence[Line]) -> Plot | None:
@@ -150,7 +157,8 @@ def _stacked(lines: Sequence[Line]) -> Plot | None:
     )
     many = len({sms for _, sms in variants}) > 1
     names = [f"{backend}, {sms} SMs" if many else backend for backend, sms in variants]
-    figure, axes = _figure(height=1.4 + 0.42 * len(variants))
+    title = "Forward round trip by phase"
+    figure, axes = _figure(title, height=1.7 + 0.42 * len(variants))
     left = [0.0] * len(variants)
     for phase in PHASES:
         widths = [median_us(mine, variant, phase) or 0.0 for variant in variants]
@@ -166,8 +174,8 @@ def _stacked(lines: Sequence[Line]) -> Plot | None:
     axes.set_xlim(right=1.12 * max(left))
     axes.grid(axis="y", visible=False)
     axes.legend(ncols=5, fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
-    caption = f"Forward round trip by phase ({setting_words(mine[0])}); shorter is better."
-    return Plot("phases", caption, _png(figure))
+    caption = f"{title} ({setting_words(mine[0])}); shorter is better."
+    return Plot("phases", caption + _runs_words(runs_of(mine, variants)), _png(figure))
 
 
 def _layer(lines: Sequence[Line]) -> Plot | None:
@@ -175,22 +183,22 @@ def _layer(lines: Sequence[Line]) -> Plot | None:
         parts = [median_us(here, variant, f"layer_{way}") for way in ("forward", "backward")]
         return None if None in parts else sum(us for us in parts if us is not None)
 
-    words, points = series(lines, "num_tokens", forward_and_backward, where=_plain)
+    found = series(lines, "num_tokens", forward_and_backward, where=_plain)
     what = "Whole layer with experts, forward and backward"
     labels = ("tokens a rank", "us")
-    caption = f"{what} ({words}); lower is better."
-    plot = _curves(lines, points, "layer_against_tokens", caption, labels, log=True)
+    caption = f"{what} ({found.words}); lower is better."
+    plot = _curves(lines, found, "layer_against_tokens", (what, caption), labels, log=True)
     if plot is not None:
         return plot
     return _bars(lines, forward_and_backward, "layer", what, ("us", "{:,.0f}"))
 
 
 def _interference(lines: Sequence[Line]) -> Plot | None:
-    words, points = series(lines, "num_sms", slow_down)
+    found = series(lines, "num_sms", slow_down)
     what = "Slow-down of matrix products while dispatch and combine run beside them"
     labels = ("SMs a rank", "times slower")
-    caption = f"{what}, against the SMs a rank that communication may hold ({words}); lower is "
-    plot = _curves(lines, points, "interference", f"{caption}better.", labels)
+    of = f"against the SMs a rank that communication may hold ({found.words}); lower is better."
+    plot = _curves(lines, found, "interference", (what, f"{what}, {of}"), labels)
     if plot is not None:
         return plot
     return _bars(lines, slow_down, "interference", what, ("times slower; 1 is alone", "{:.2f}"))
@@ -205,37 +213,46 @@ def _bars(
 ) -> Plot | None:
     """A bar for each backend where no axis was swept, on the setting with most of them.
 
+    None where there is a single bar: it compares nothing.
+
     Args:
         lines: recorded.
         value: of the lines of one setting and (backend, SMs).
         name: of the plot.
-        what: is shown, for the caption.
+        what: is shown, for the title and the caption.
         look: label of the axis, and format of a value.
     """
-    best: tuple[str, dict[str, float]] = ("", {})
+    bars: dict[tuple[str, int], float] = {}
+    words, runs = "", list[str]()
     for setting in dict.fromkeys(map(setting_of, timed(lines))):
         mine = [line for line in timed(lines) if setting_of(line) == setting]
         variants = dict.fromkeys((line["backend"], line["num_sms"]) for line in mine)
         found = {
-            f"{variant[0]}, {variant[1]} SMs": measured
+            variant: measured
             for variant in variants
             if (measured := value(mine, variant)) is not None
         }
-        if len(found) > len(best[1]):
-            best = (setting_words(mine[0]), found)
-    words, bars = best
-    if not bars:
+        if len(found) > len(bars):
+            words, bars, runs = setting_words(mine[0]), found, runs_of(mine, list(found))
+    if len(bars) < 2:
         return None
     label, form = look
-    figure, axes = _figure(height=1.2 + 0.42 * len(bars))
-    axes.barh(list(bars), list(bars.values()), color=_COLOURS[0], height=0.6)
+    figure, axes = _figure(what, height=1.5 + 0.42 * len(bars))
+    names = [f"{backend}, {sms} SMs" for backend, sms in bars]
+    axes.barh(names, list(bars.values()), color=_COLOURS[0], height=0.6)
     for row, measured in enumerate(bars.values()):
         axes.text(measured, row, f" {form.format(measured)}", va="center", fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(left=0, right=1.15 * max(bars.values()))
     axes.set_xlabel(label)
     axes.grid(axis="y", visible=False)
-    return Plot(name, f"{what} ({words}); shorter is better.", _png(figure))
+    caption = f"{what} ({words}); shorter is better.{_runs_words(runs)}"
+    return Plot(name, caption, _png(figure))
+
+
+def _runs_words(runs: Sequence[str]) -> str:
+    """What a caption says of the runs: nothing of a single one, which the page's head names."""
+    return f" Of several runs: {', '.join(runs)}." if len(runs) > 1 else ""
 
 
 def _plain(line: Line) -> bool:
@@ -245,18 +262,30 @@ def _plain(line: Line) -> bool:
 
 def _curves(
     lines: Sequence[Line],
-    points: Points,
+    found: Series,
     name: str,
-    caption: str,
+    words: tuple[str, str],
     labels: tuple[str, str],
     *,
     log: bool = False,
 ) -> Plot | None:
-    """One line a backend, named where it ends; None where there is nothing to draw."""
-    if not points:
+    """One line a backend; None where there is nothing to draw.
+
+    Nothing is a single backend of which no run has two points: its line would show how runs differ.
+
+    Args:
+        lines: recorded; their backends give the colours.
+        found: what to draw.
+        name: of the plot.
+        words: title of the picture, and caption without the runs.
+        labels: of the axes.
+        log: whether both axes are logarithmic.
+    """
+    points, each = found.points, list(found.runs.values())
+    if not points or (len(points) == 1 and max(map(each[0].count, each[0])) < 2):
         return None
     colours = dict(zip(backends_of(lines), _COLOURS * len(lines), strict=False))
-    figure, axes = _figure()
+    figure, axes = _figure(words[0])
     for backend, curve in points.items():
         x, y = zip(*curve, strict=True)
         axes.plot(x, y, marker="o", markersize=4, color=colours[backend], label=backend)
@@ -274,7 +303,8 @@ def _curves(
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
     axes.legend(fontsize=8, frameon=False)
-    return Plot(name, caption, _png(figure))
+    runs = list(dict.fromkeys(itertools.chain(*each)))
+    return Plot(name, words[1] + _runs_words(runs), _png(figure))
 
 
 def enclosing(values: Sequence[float]) -> tuple[float, float]:
@@ -288,8 +318,9 @@ def enclosing(values: Sequence[float]) -> tuple[float, float]:
     return low, min(tick for tick in ticks if tick >= max(values) and tick > low)
 
 
-def _figure(height: float = _SIZE[1]) -> tuple[Figure, Axes]:
+def _figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(_SIZE[0], height), layout="constrained")
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")  # over a legend that lies on the axes
     axes: Axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(visible=True, color="#dddddd", linewidth=0.6)
