@@ -88,13 +88,26 @@ def _check_tensor(name: str, value: object) -> None:
     """Check that a value is a tensor with data in the ordinary layout.
 
     Raises:
-        ShapeError: it is something else, such as a list or a sparse tensor.
+        ShapeError: it is something else, such as a list or a sparse, nested or freed tensor.
     """
     if not isinstance(value, Tensor):
         raise ShapeError(f"{name} is of type {type(value).__name__}; it must be a torch.Tensor")
-    if value.layout != torch.strided or value.is_meta:
-        kind = "on the device meta" if value.is_meta else str(value.layout).removeprefix("torch.")
+    kind = _kind_without_data(value)
+    if kind is not None:
         raise ShapeError(f"{name} is {kind}; it must be a dense tensor that holds data")
+
+
+def _kind_without_data(value: Tensor) -> str | None:
+    """Say in words what keeps a tensor's data from being read by address; None for nothing."""
+    if value.is_meta:
+        return "on the device meta"
+    if value.is_nested:  # asked before any size, which a nested tensor may lack
+        return "nested"
+    if value.layout != torch.strided:
+        return str(value.layout).removeprefix("torch.")
+    if value.numel() and not value.untyped_storage().nbytes():  # resized, as Megatron does
+        return "freed (its storage was resized to nothing)"
+    return None
 
 
 def _describe(tensor: Tensor) -> str:

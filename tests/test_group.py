@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -38,6 +39,19 @@ def on_ranks(work: Callable[[EPGroup], object], config: EpConfig = CONFIG, ranks
             return work(group)
 
     return run_ranks(ranks, call)
+
+
+def nested(layout: torch.layout) -> Tensor:
+    """A tensor of rows of different lengths."""
+    rows = [torch.tensor([0, 1]), torch.tensor([2])]
+    with warnings.catch_warnings(action="ignore"):  # the strided ones are a prototype
+        return torch.nested.nested_tensor(rows, layout=layout)
+
+
+def freed(tensor: Tensor) -> Tensor:
+    """The tensor without its memory, as Megatron's 1F1B schedule leaves it."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 @pytest.mark.parametrize(
@@ -79,6 +93,9 @@ def test_bad_routing_is_refused_on_every_rank(
         (None, "topk_idx is of type NoneType"),
         (torch.tensor([[0, 1]]).to_sparse(), "topk_idx is sparse_coo; it must be a dense"),
         (torch.empty(1, 2, dtype=torch.int64, device="meta"), "topk_idx is on the device meta"),
+        (nested(torch.strided), "topk_idx is nested; it must be a dense tensor"),
+        (nested(torch.jagged), "topk_idx is nested; it must be a dense tensor"),
+        (freed(torch.tensor([[0, 1]])), "topk_idx is freed "),
     ],
 )
 def test_routing_that_is_no_dense_tensor_is_refused_on_every_rank(
@@ -121,6 +138,7 @@ def test_unequal_alignment_is_refused() -> None:
         ([[0.0] * 16] * 2, None, "x is of type list; it must be a torch.Tensor"),
         (torch.zeros(2, 16).to_sparse(), None, "x is sparse_coo; it must be a dense tensor"),
         (torch.zeros(2, 16), [[1.0, 1.0]] * 2, "topk_weights is of type list"),
+        (freed(torch.zeros(2, 16)), None, "x is freed .*; it must be a dense tensor that holds"),
     ],
 )
 def test_bad_rows_and_weights_are_refused(rows: Tensor, weights: Tensor | None, says: str) -> None:
