@@ -63,12 +63,20 @@ def filer_of(word: int) -> int:
     return (word & _PART_MASK) - 1
 
 
+def _wanted_room(word: int, rank: int) -> str:
+    """In words, the room that a rank lacked; no size if another has set the word since."""
+    if filer_of(word) != rank or word >> (2 * _PART_BITS) & _PART_MASK != NO_ROOM:
+        return ""
+    steps = word >> (3 * _PART_BITS) & _PART_MASK
+    return f" of {steps * (_ROOM_STEP_BYTES >> 20)} MiB"
+
+
 def failure_of(fault: Any, word: int, ep_rank: int, timeout_s: float) -> Failure:  # noqa: ANN401
     """The error to raise for a filed fault.
 
     Args:
         fault: EpFault of this rank.
-        word: the error word of its window, if its phase is NO_ROOM.
+        word: the error word of its window, if the fault's phase is NO_ROOM; the size is there.
         ep_rank: this rank.
         timeout_s: deadline of a wait.
     """
@@ -83,10 +91,10 @@ def failure_of(fault: Any, word: int, ep_rank: int, timeout_s: float) -> Failure
             f"the other did not; give them on all ranks or on none; {_FINISHED}"
         )
     if fault.phase == NO_ROOM:
-        room_mib = (word >> (3 * _PART_BITS) & _PART_MASK) * (_ROOM_STEP_BYTES >> 20)
         return CapacityError(
-            f"rank {fault.rank} left: it had no room for output rows of {room_mib} MiB; give all "
-            f"ranks a larger output_bytes, or keep fewer outputs alive; {_FINISHED}"
+            f"rank {fault.rank} left: it had no room for output rows"
+            f"{_wanted_room(word, fault.rank)}; give all ranks a larger output_bytes, or keep "
+            f"fewer outputs alive; {_FINISHED}"
         )
     phase = PHASES[fault.phase]
     if fault.phase == LEFT:

@@ -116,8 +116,8 @@ class DeviceSession:
     def close(self, *, failed: bool) -> None:
         """Free everything; collective, unless something has `failed` or a fault ended the group.
 
-        Peers that wait for a rank that has failed are told, in kernels and here, so that
-        they leave at once.
+        Peers that wait for a rank that leaves are told, in kernels and here, so that they leave
+        at once.
 
         Raises:
             EpTimeoutError: another rank has neither closed nor left in time; all is freed here.
@@ -127,11 +127,7 @@ class DeviceSession:
         """
         self._is_closed = True
         if failed or self._is_faulty():
-            self._closing.leave()
-        if failed and not self._is_faulty():
-            with contextlib.suppress(RuntimeError):  # a CUDA context that is gone tells nobody
-                word = leaving_word(self.ep_rank, self.outputs.refused_bytes)
-                self._arena.write_word(self.context.window.error, word)
+            self._leave()
         self.outputs.close()
         torch.cuda.synchronize(self.device)
         unraised = None if failed or self._failure is not None else self._known_failure()
@@ -146,6 +142,14 @@ class DeviceSession:
             self._free_together()
         if unraised is not None:
             raise unraised
+
+    def _leave(self) -> None:
+        """Tell the peers, in the closing and in kernels; those whom a filed fault has told know."""
+        self._closing.leave()
+        if not self._fault_filed():  # there is none of a wait of the host, see `raise_expired`
+            with contextlib.suppress(RuntimeError):  # a CUDA context that is gone tells nobody
+                word = leaving_word(self.ep_rank, self.outputs.refused_bytes)
+                self._arena.write_word(self.context.window.error, word)
 
     def _abandon(self) -> None:
         """Free this rank's part alone."""

@@ -130,6 +130,21 @@ def test_a_failure_names_the_ranks_and_the_reason(
     assert "close it and make a new one" in str(failure)
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        device_faults.leaving_word(2, 0),
+        device_faults.leaving_word(1, 5 << 20),
+        3 | 3 << 16 | 4 << 32,
+    ],
+    ids=["left", "another rank", "a wait"],
+)
+def test_a_size_that_was_overwritten_is_not_told(word: int) -> None:
+    """The fault keeps the phase that its kernel saw, the word whatever was set last."""
+    failure = device_faults.failure_of(fault(device_faults.NO_ROOM), word, ep_rank=0, timeout_s=5.0)
+    assert "rank 2 left: it had no room for output rows; give all ranks" in str(failure)
+
+
 def test_the_rank_that_waited_says_what_it_saw() -> None:
     failure = device_faults.failure_of(fault(4), 0, ep_rank=2, timeout_s=5.0)
     assert "channel 1: expected 7, seen 6" in str(failure)
@@ -163,7 +178,14 @@ class Arena:
         """Nothing to let go."""
 
 
-def closed_session(monkeypatch: pytest.MonkeyPatch, *, filed: int, refused_bytes: int) -> Arena:
+def closed_session(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    filed: int,
+    refused_bytes: int,
+    expires: bool = False,
+    failed: bool = True,
+) -> Arena:
     """What a session of rank 1 writes that closes because of an error."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     session: Any = DeviceSession.__new__(DeviceSession)
@@ -171,11 +193,14 @@ def closed_session(monkeypatch: pytest.MonkeyPatch, *, filed: int, refused_bytes
     session.module = SimpleNamespace(read_fault=lambda _: SimpleNamespace(filed=filed))
     session.outputs = SimpleNamespace(refused_bytes=refused_bytes, close=lambda: None)
     session.context = SimpleNamespace(window=SimpleNamespace(error=64))
-    session._fault = torch.zeros(1)
-    session._failure = None
+    session._fault, session._timeout_s = torch.zeros(1), 5.0
+    session._failure, session._is_closed = None, False
     session._closing = SimpleNamespace(leave=lambda: None)
     session._arena, session._communicator = Arena(), SimpleNamespace(abort=lambda: None)
-    session.close(failed=True)
+    if expires:
+        with pytest.raises(EpTimeoutError, match="in 'route: counts' for its own GPU"):
+            session.raise_expired("route: counts")
+    session.close(failed=failed)
     arena: Arena = session._arena
     return arena
 
@@ -186,6 +211,15 @@ def test_a_rank_that_leaves_tells_its_peers(
 ) -> None:
     arena = closed_session(monkeypatch, filed=0, refused_bytes=refused_bytes)
     assert arena.words == [(64, device_faults.leaving_word(1, refused_bytes))]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_rank_that_leaves_after_a_wait_of_its_host_tells_its_peers(
+    monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    """No kernel has filed anything, so that they would wait out their deadline."""
+    arena = closed_session(monkeypatch, filed=0, refused_bytes=0, expires=True, failed=failed)
+    assert arena.words == [(64, device_faults.leaving_word(1, 0))]
 
 
 def test_a_rank_whose_group_is_finished_already_overwrites_no_reason(
