@@ -224,6 +224,39 @@ def test_the_layers_result_is_compared_with_the_reference(
         assert all("layer_forward: token 11" in reason for reason in told)
 
 
+class Watched(OwnSession):
+    """Notes where the rows that combine takes lie, and where it need not copy them from."""
+
+    def empty_rows(self) -> Tensor | None:
+        """See `Session.empty_rows`."""
+        rows = super().empty_rows()
+        assert rows is not None
+        self.offered = rows.data_ptr()
+        return rows
+
+    def combine(self, expert_out: Tensor, lap: Lap) -> Tensor:
+        """See `Session.combine`."""
+        self.taken = expert_out.data_ptr()
+        return super().combine(expert_out, lap)
+
+
+def test_the_layers_experts_write_where_combine_reads() -> None:
+    work = Work(
+        ranks=2, num_tokens=12, hidden=32, num_topk=2, num_experts=4, dtype="float32", ffn_hidden=16
+    )
+
+    def watch(group: dist.ProcessGroup) -> bool:
+        cpu = torch.device("cpu")
+        place = Place(group=group, rank=group.rank(), device=cpu, name="ep_dispatcher/reference")
+        inputs = make_inputs(work, group.rank(), cpu)
+        session = Watched(work, place)
+        session.prepare(inputs.topk_idx, inputs.topk_weights)
+        Layer(session, work, place, inputs).forward()
+        return session.taken == session.offered
+
+    assert run_ranks(2, watch) == [True, True]
+
+
 @pytest.mark.timeout(300)
 def test_the_script_for_many_gpus_runs_from_tests_to_table(tmp_path: Path) -> None:
     done = subprocess.run(

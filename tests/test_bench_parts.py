@@ -293,6 +293,24 @@ def test_the_recorder_listens_to_routers_and_goes_away() -> None:
         experts_of(torch.ones(1, 3, dtype=torch.bool), 2)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_that_write_into_given_rows_differ_in_nothing(dtype: str) -> None:
+    work = replace(WORK, ffn_hidden=16, dtype=dtype)
+    experts, given = Experts(work, 2, CPU), received(work)
+    assert given.weights is not None
+    rows, weights = given.rows.requires_grad_(), given.weights.requires_grad_()
+    into = torch.full_like(given.rows, torch.nan, requires_grad=False)
+    outs = [experts(rows, weights, given), experts(rows, weights, given, into)]
+    assert outs[1].data_ptr() == into.data_ptr()
+    assert torch.equal(*outs)
+    wanted = [rows, weights, *experts.matrices]
+    grad = torch.randn(rows.shape, generator=torch.Generator().manual_seed(1)).to(rows.dtype)
+    for plain, written in zip(
+        *(torch.autograd.grad(out, wanted, grad) for out in outs), strict=True
+    ):
+        assert torch.equal(plain, written)
+
+
 def test_gradients_of_the_layers_experts_are_not_made_once_for_each_expert() -> None:
     """Through `matrices[expert]` each of L gradients would be as large as all L matrices."""
     experts = Experts(replace(WORK, ffn_hidden=16, num_experts=12), 6, CPU)

@@ -6,6 +6,8 @@ by the backend alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -39,8 +41,10 @@ class Experts:
 
         self.matrices = [draw(hidden, 2 * inner), draw(inner, hidden)]
 
-    def __call__(self, rows: Tensor, weights: Tensor, received: Received) -> Tensor:
-        """[R, H] and [R] to [R, H], segment by segment."""
+    def __call__(
+        self, rows: Tensor, weights: Tensor, received: Received, out: Tensor | None = None
+    ) -> Tensor:
+        """[R, H] and [R] to [R, H], segment by segment; in `out` [R, H] where there is one."""
         # Unbound at once: a gradient through `matrix[expert]` is as large as all experts' matrices.
         into, back = (matrix.unbind(0) for matrix in self.matrices)
         pieces = []
@@ -52,5 +56,25 @@ class Experts:
                 continue
             gate, up = (segment @ into[expert]).chunk(2, dim=1)
             pieces.append((functional.silu(gate) * up) @ back[expert])
-        out: Tensor = torch.cat(pieces) * weights.unsqueeze(1).to(rows.dtype)
-        return out
+        before, factors = torch.cat(pieces), weights.unsqueeze(1).to(rows.dtype)
+        if out is None:
+            return before * factors
+        written: Tensor = _ProductInto.apply(before, factors, out)  # type: ignore[no-untyped-call]
+        return written
+
+
+class _ProductInto(torch.autograd.Function):
+    """[R, H] times [R, 1], written into a given [R, H]: autograd has no `out=` of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, factors: Tensor, out: Tensor) -> Tensor:  # noqa: ANN401
+        """Keeps both factors, not the product."""
+        ctx.save_for_backward(rows, factors)
+        ctx.mark_dirty(out)
+        return torch.mul(rows, factors, out=out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401
+        """As that of a product."""
+        rows, factors = ctx.saved_tensors
+        return grad * factors, (grad * rows).sum(1, keepdim=True), None

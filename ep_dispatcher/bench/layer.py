@@ -42,7 +42,7 @@ class Layer:
         assert received.weights is not None
         rows = received.rows.detach().requires_grad_()
         weights = received.weights.detach().requires_grad_()
-        expert_out = self._experts(rows, weights, received)
+        expert_out = self._experts(rows, weights, received, session.empty_rows())
         self._kept = (rows, weights, expert_out)
         return session.combine(expert_out.detach(), _no_lap)
 

@@ -134,6 +134,13 @@ class Session(Protocol):
         """[T, H] to the experts."""
         ...
 
+    def empty_rows(self) -> Tensor | None:
+        """[R, H] memory for what the experts return, from which `combine` need not copy it.
+
+        None where `combine` takes rows from anywhere alike.
+        """
+        ...
+
     def place(self, rows: Tensor) -> Tensor:
         """The same [R, H] values where the calls that take rows home need no copy of them."""
         ...
@@ -173,6 +180,10 @@ class PlainSession:
 
     def plan_static(self, lap: Lap) -> None:
         """See `Session.plan_static`."""
+
+    def empty_rows(self) -> Tensor | None:
+        """See `Session.empty_rows`."""
+        return None
 
     def place(self, rows: Tensor) -> Tensor:
         """See `Session.place`."""

@@ -110,10 +110,13 @@ class OwnSession:
             segment_rows=plan.padded_tokens_per_expert,
         )
 
+    def empty_rows(self) -> Tensor | None:
+        """See `Session.empty_rows`."""
+        return self._group.empty_rows(self._the_plan())
+
     def place(self, rows: Tensor) -> Tensor:
         """See `Session.place`."""
-        mine = self._group.empty_rows(self._the_plan())
-        return mine.copy_(rows)
+        return self._group.empty_rows(self._the_plan()).copy_(rows)
 
     def combine(self, expert_out: Tensor, lap: Lap) -> Tensor:
         """See `Session.combine`."""
