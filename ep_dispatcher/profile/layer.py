@@ -163,15 +163,12 @@ class LayerBench:
 
     def _build(self, name: str, options: Any) -> Variant:  # noqa: ANN401
         """A layer with its clock; ours share the groups of those with as many streams."""
-        from megatron.core.transformer.spec_utils import build_module
-
         from ep_dispatcher.megatron.plugin import EpPlugin, with_ep_dispatcher
         from ep_dispatcher.train.model import block_spec, make_megatron_config
 
-        dispatcher = "alltoall" if options is None else "ep_dispatcher"
         train = dataclasses.replace(
             self._config.train,
-            dispatcher=dispatcher,
+            dispatcher="alltoall" if options is None else "ep_dispatcher",
             delay_weight_gradients=name.endswith("delayed"),
         )
         config = dataclasses.replace(self._config, train=train)
@@ -184,8 +181,16 @@ class LayerBench:
             spec = with_ep_dispatcher(spec, plugin)
             if name.endswith("serial") and self._runtime.on_gpu:
                 plugin._communication = torch.cuda.current_stream()
-        mlp = spec.layer_specs[-1].submodules.mlp
-        torch.manual_seed(config.train.seed)
+        layer = self._make_layer(spec.layer_specs[-1].submodules.mlp, megatron_config)
+        clock = Clock(stamp_maker(on_gpu=self._runtime.on_gpu))
+        _clock_layer(layer, clock, delayed=train.delay_weight_gradients, ours=options is not None)
+        return Variant(name, layer, plugin, clock)
+
+    def _make_layer(self, mlp: Any, megatron_config: Any) -> Any:  # noqa: ANN401
+        """The layer that a spec describes, over the weights of the first."""
+        from megatron.core.transformer.spec_utils import build_module
+
+        torch.manual_seed(self._config.train.seed)
         if callable(mlp):
             layer = mlp(config=megatron_config)
         else:
@@ -197,18 +202,7 @@ class LayerBench:
         self._weights = self._weights or list(layer.parameters())
         for own, given in zip(layer.parameters(), self._weights, strict=True):
             own.data = given.data
-        clock = Clock(stamp_maker(on_gpu=self._runtime.on_gpu))
-        layer.experts.forward = clock.wrap("experts", layer.experts.forward)
-        if layer.shared_experts is not None:
-            shared = layer.shared_experts
-            shared.forward = clock.wrap("shared_experts", shared.forward)
-        if train.delay_weight_gradients:
-            layer.experts.backward_dw = clock.wrap("experts_backward", layer.experts.backward_dw)
-        if options is None:
-            steps = layer.token_dispatcher
-            steps.token_dispatch = clock.wrap("dispatch", steps.token_dispatch)
-            steps.token_combine = clock.wrap("combine", steps.token_combine)
-        return Variant(name, layer, plugin, clock)
+        return layer
 
     def _clock_backend(self, variant: Variant) -> None:
         """Record the calls of our tier with the clock of the variant that is running."""
@@ -252,6 +246,27 @@ class LayerBench:
         before = torch.cuda.memory_allocated()
         self._step(variant)
         variant.peak_bytes = torch.cuda.max_memory_allocated() - before
+
+
+def _clock_layer(layer: Any, clock: Clock, *, delayed: bool, ours: bool) -> None:  # noqa: ANN401
+    """Record the phases of a layer; communication of ours is clocked at its backend.
+
+    Args:
+        layer: Megatron's module.
+        clock: gets the phases.
+        delayed: whether the experts' weight gradients are computed apart.
+        ours: whether the dispatcher is.
+    """
+    layer.experts.forward = clock.wrap("experts", layer.experts.forward)
+    if layer.shared_experts is not None:
+        shared = layer.shared_experts
+        shared.forward = clock.wrap("shared_experts", shared.forward)
+    if delayed:
+        layer.experts.backward_dw = clock.wrap("experts_backward", layer.experts.backward_dw)
+    if not ours:
+        steps = layer.token_dispatcher
+        steps.token_dispatch = clock.wrap("dispatch", steps.token_dispatch)
+        steps.token_combine = clock.wrap("combine", steps.token_combine)
 
 
 def _first_error(attempt: Callable[[], None]) -> str:
