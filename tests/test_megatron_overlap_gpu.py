@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,8 @@ pytest.importorskip("megatron.core")
 
 import megatron_overlap_rank as rank
 from multi_process import ProcessWorld
+
+from ep_dispatcher.megatron.overlap import LayerSteps
 
 ROUNDING = 1e-4  # products of other numbers of rows, in float32
 
@@ -25,6 +29,18 @@ def test_chunks_agree_with_one_piece(world: ProcessWorld) -> None:
     """With no stream late: output, and gradients of rows, router and experts."""
     (found,) = world.run(rank.late_layer, "", "")
     assert found["difference"] < ROUNDING, found
+
+
+def test_counts_on_the_gpu_are_kept_for_the_experts() -> None:
+    """They lie in the plan's memory, and delayed weight gradients read them after the plan."""
+    kept: list[str] = []
+    counts = SimpleNamespace(is_cuda=True, record_stream=kept.append)
+    manager: Any = SimpleNamespace(config=None, counts_for_experts=lambda _: counts)
+    nothing: Any = None
+    stream: Any = "caller's"
+    steps = LayerSteps(manager, nothing, lambda rows, _, __: (rows, None), stream)
+    steps.experts(nothing, nothing, nothing)
+    assert kept == ["caller's"]
 
 
 @pytest.mark.gpu(1)

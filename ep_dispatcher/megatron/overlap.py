@@ -114,6 +114,8 @@ class LayerSteps:
     def experts(self, plan: Plan, recv_x: Tensor, recv_weights: Tensor) -> Tensor:
         """Run the experts that live here."""
         counts = self._manager.counts_for_experts(plan)
+        if self._compute is not None and counts.is_cuda:
+            counts.record_stream(self._compute)  # the plan's memory is the communication stream's
         expert_out, bias = self._experts(recv_x, counts, recv_weights)
         assert bias is None, "experts with a bias of their own cannot be combined"
         rows: Tensor = expert_out
