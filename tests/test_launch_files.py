@@ -37,6 +37,7 @@ for rank in map(str, range({NODES})):
     ranks.append(subprocess.Popen(words, env=os.environ | values))
 sys.exit(max(rank.wait() for rank in ranks))
 """
+SRUN_CORES = "#!/bin/sh\necho $SRUN_CPUS_PER_TASK cores for $*\n"  # starts nothing
 SCONTROL = "#!/bin/sh\nprintf '127.0.0.1\\nsecond-node\\n'\n"
 
 
@@ -77,16 +78,18 @@ def environment(**changes: str) -> dict[str, str]:
     }
 
 
-def slurm(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+def slurm(
+    folder: Path, script: str, *words: str, srun: str = SRUN, **changes: str
+) -> subprocess.CompletedProcess[str]:
     """Run a batch file as sbatch would on the first node."""
     commands, venv = folder / "commands", folder / "venv" / "bin"
     for place in (commands, venv):
         place.mkdir(parents=True)
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+    for name, text in (("srun", srun), ("scontrol", SCONTROL)):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
     (venv / "activate").write_text("")
-    given = environment(VENV=str(venv.parent), SLURM_JOB_NODELIST="node[0-1]")
+    given = environment(VENV=str(venv.parent), SLURM_JOB_NODELIST="node[0-1]", **changes)
     given["PATH"] = f"{commands}:{given['PATH']}"
     return subprocess.run(
         ["bash", str(ROOT / "scripts" / script), *words],
@@ -142,3 +145,27 @@ def test_slurm_tells_why_doctor_cannot_look(tmp_path: Path) -> None:
     assert done.returncode == cli.USER_ERROR
     assert done.stderr.count("error: on rank 0: ") == NODES
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("script", ["train.sbatch", "doctor_nodes.sbatch"])
+@pytest.mark.parametrize(
+    ("given", "cores"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "12"}, "12"),
+        ({"SLURM_CPUS_PER_TASK": "12", "SRUN_CPUS_PER_TASK": "6"}, "6"),
+        ({}, "1"),
+    ],
+)
+def test_ranks_get_the_cores_that_the_job_asked_for(
+    script: str,
+    given: dict[str, str],
+    cores: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """srun does not ask sbatch for them; what the user exported stays."""
+    for command in ("SLURM", "SRUN"):
+        monkeypatch.delenv(f"{command}_CPUS_PER_TASK", raising=False)
+    done = slurm(tmp_path, script, srun=SRUN_CORES, **given)
+    assert done.returncode == 0, done.stderr
+    assert f"{cores} cores for --kill-on-bad-exit=1 python -m ep_dispatcher" in done.stdout
