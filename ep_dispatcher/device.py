@@ -357,7 +357,7 @@ class DeviceBackend:
         if letter.refused_rank >= 0:
             raise AgreementError(
                 f"rank {letter.refused_rank} refused its routing or passed an alignment other "
-                f"{consequence}{self._OTHER_CAUSES}; its own error says more"
+                f"{consequence}; its own error says more{self._OTHER_CAUSES}"
             )
 
     def _segment_rows(self, alignment: int) -> Tensor:

@@ -8,7 +8,6 @@ then that of a single domain. Rows and sums cross in `rail_dispatch` and `rail_r
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +37,12 @@ class RailBackend(DeviceBackend):
     """`DeviceBackend` of a session with rails."""
 
     _PLAN_KERNELS = 3
+    # Kernels of different domains compare neither, so the next plan does.
     _OTHER_CAUSES = (
-        ", or differs in whether it passed topk_weights to an earlier dispatch or took gradients "
-        "of weights from an earlier combine"
+        "; or it differs from its rail's ranks, which name each other, in whether it passed "
+        "topk_weights to an earlier dispatch or took gradients of weights from an earlier combine, "
+        "and then this group is finished: close it and create a new one"
     )
-    # Of the calls so far. Kernels of different domains compare neither weights nor gradients, so
-    # the next plan does: ranks that differ are refused there.
-    _history = 0
 
     def plan(self, topk_idx: Tensor | None, alignment: int, refusal: str | None) -> Plan | None:
         """See `Backend.plan`."""
@@ -76,7 +74,6 @@ class RailBackend(DeviceBackend):
         call = module.RailPlanArgs(self._session.context, rails.rail)
         call.topk_idx, call.num_tokens = routing.data_ptr(), routing.shape[0]
         call.num_topk, call.alignment = routing.shape[1], alignment
-        call.history = self._history
         capacity = self._config.recv_capacity_rows
         call.capacity_rows = -1 if capacity is None else capacity
         for name, tensor in self._targets.items():
@@ -99,7 +96,6 @@ class RailBackend(DeviceBackend):
             call, self._rails.rail, plan.num_tokens, routes.dst_rank.data_ptr()
         )
         self._module.rail_dispatch(whole, self._stream())
-        self._note("dispatch", weighted=call.recv_weights_offset >= 0)
 
     def _launch_combine(self, call: Any, plan: Plan, *, wants_gradients: bool) -> None:  # noqa: ANN401
         """Sum in the domain, then send the sums of other domains' tokens back and add ours."""
@@ -116,10 +112,6 @@ class RailBackend(DeviceBackend):
             call, rails.rail, plan.num_tokens, _rail_routes_of(plan).dst_rank.data_ptr()
         )
         self._module.rail_return(whole, self._stream())
-        self._note("combine", weighted=wants_gradients)
-
-    def _note(self, operation: str, *, weighted: bool) -> None:
-        self._history = zlib.crc32(f"{operation} {weighted}".encode(), self._history)
 
     @property
     def _rails(self) -> Any:  # noqa: ANN401

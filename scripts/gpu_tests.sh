@@ -91,7 +91,7 @@ part_windows() { # processes, by the number of ranks
   for ranks in 4 2 8; do
     check "windows $ranks ranks" 200 "${TESTS[@]}" tests/test_device.py -k "${ranks}ranks"
   done
-  check "native module, host" 120 "${TESTS[@]}" tests/test_native.py tests/test_c_abi.py \
+  check "native module, host" 120 "${TESTS[@]}" tests/test_native.py tests/test_c_abi*.py \
     tests/test_device_waits.py
   check "rows on two streams" 90 "${TESTS[@]}" tests/test_device_memory.py
   stop_mps
@@ -133,6 +133,7 @@ part_doctor() {
 
 part_training() {
   check "graphs of layers" 300 "${TESTS[@]}" --timeout 120 tests/test_megatron_graphs.py
+  check "streams of chunks" 200 "${TESTS[@]}" --timeout 120 tests/test_megatron_overlap_gpu.py
 }
 
 # sanitize TOOL OPTION...: over the tests marked for it, the C example and the rails; limits are

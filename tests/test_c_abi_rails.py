@@ -14,6 +14,7 @@ def module() -> Any:  # noqa: ANN401
     return module_or_skip()
 
 
+FAR = 1 << 30  # behind all that the layout holds
 RAIL = {"num_domains": 2, "domain": 0, "num_blocks": 2, "max_tokens": 64, "exact": False, "net": 0}
 RAIL_POINTERS = ("expert_rank", "expert_order", "owner_first")
 RAIL_CALLS: dict[str, tuple[str, dict[str, int]]] = {
@@ -26,7 +27,7 @@ RAIL_CALLS: dict[str, tuple[str, dict[str, int]]] = {
         "RailSendArgs",
         {"topk_idx": ADDRESS, "x": ADDRESS, "num_tokens": 8, "num_topk": 4, "row_bytes": 512},
     ),
-    "rail_dispatch": ("RailDispatchArgs", {}),
+    "rail_dispatch": ("RailDispatchArgs", {"recv_x_offset": FAR}),
     "rail_return": (
         "RailReturnArgs",
         {"segment_tokens": 64, "segment_stride": 512, "segment_out": ADDRESS},
@@ -75,7 +76,12 @@ def test_right_arguments_of_rails_pass_every_check(module: Any, call: str) -> No
         ("rail_exchange", "num_tokens", 65, r"num_tokens is 65; it must be in \[0, 64\]"),
         ("rail_send", "topk_idx", ADDRESS + 4, "topk_idx is 268435460; .* multiple of 8"),
         ("rail_send", "topk_weights", ADDRESS + 2, "topk_weights is"),
-        ("rail_dispatch", "recv_weights_offset", 1 << 20, "topk_weights is NULL"),
+        ("rail_dispatch", "recv_weights_offset", FAR, "topk_weights is NULL"),
+        ("rail_dispatch", "recv_weights_offset", FAR + 1, "must be a multiple of 4"),
+        ("rail_dispatch", "recv_weights_offset", -4, "recv_weights_offset .* is -4"),
+        ("rail_dispatch", "recv_x_offset", 0, "recv_x_offset is 0; it must be in"),
+        ("rail_dispatch", "recv_x_offset", -1600, "recv_x_offset is -1600; it must be in"),
+        ("rail_return", "hidden", 68, "hidden x element size is 136; it must be a multiple of 16"),
         ("rail_return", "hidden", 1 << 62, "hidden is 4611686018427387904"),
         ("rail_return", "hidden", -(1 << 62), "hidden is -4611686018427387904"),
         ("rail_return", "hidden", 0, r"hidden is 0; it must be in \[1,"),
@@ -104,6 +110,7 @@ def test_arguments_of_rails_out_of_range_are_named(
         ("timeout_ns", 0, "timeout_ns is 0"),
         ("fault", ADDRESS + 4, "fault is 268435460; it must be a multiple of 8"),
         ("expert_local", 0, "expert_local is NULL"),
+        ("first_rank", 4, r"first_rank .* is 4; it must be in \[0, 0\]"),
     ],
 )
 def test_a_context_out_of_range_is_refused_by_rails(

@@ -109,7 +109,7 @@ def test_launches_after_a_fault_leave_at_once_and_write_nothing(net: str) -> Non
 
 @pytest.mark.parametrize("net", ["loop", "chaos"])
 def test_a_plan_after_a_fault_sends_nothing(net: str) -> None:
-    """The first one: windows hold zeros, which are no routing of experts that a domain has."""
+    """Nor writes: what it would read has not come, and its memory holds what it held before."""
     world = new_rail_world(2, 2, timeout_s=0.5, net=net)
     work = new_rail_round(world, "uniform")
     plans = [world.new_rail_plan(rank, *topk.shape) for rank, topk in enumerate(work.topk_idx)]
@@ -120,7 +120,8 @@ def test_a_plan_after_a_fault_sends_nothing(net: str) -> None:
     world.launch("route", world.virtual_route_calls(plans))
     torch.cuda.synchronize()
     assert all(world.fault(rank).filed for rank in range(4))
-    assert all(bool((plan.virtual["dst_rank"] < 0).all()) for plan in plans)
+    assert all(bool((plan.virtual["dst_rank"] == -77).all()) for plan in plans)
+    assert all(bool((plan["dst_rank"] == -77).all()) for plan in plans)
 
 
 @pytest.mark.parametrize("name", ["rail_dispatch", "rail_return"])
@@ -260,32 +261,53 @@ def test_a_bad_expert_is_named_in_every_domain() -> None:
     check_rail_round(world, new_rail_round(world, "uniform"))
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "odd", "refused"),
-    [
-        ("history", 7, (2, 3), [2, 2, 0, 0]),
-        ("history", 7, (3,), [3, 3, 1, 1]),
-        ("num_topk", 1, (2, 3), [2, 2, 0, 0]),
-    ],
-)
-def test_a_plan_refuses_a_rank_of_another_domain_that_differs(
-    field: str, value: int, odd: tuple[int, ...], refused: list[int]
-) -> None:
-    """Each domain names the first rank of the other one that differs from its rail's."""
+def check_domains_name_each_other(world: RailWorld, plans: list[RailPlan]) -> None:
+    """Each domain of two with two ranks names the first rank of the other one."""
+    no_faults(world)
+    letters = [world.mailbox(one.virtual) for one in plans]
+    assert [letter.refused_rank for letter in letters] == [2, 2, 0, 0]
+    assert {letter.bad_token for letter in letters} == {-1}
+
+
+def test_a_plan_refuses_a_domain_with_another_number_of_slots() -> None:
     world = new_rail_world(2, 2, num_topk=2)
     work = new_rail_round(world, "uniform")
-    plans = [world.new_rail_plan(rank, *topk.shape) for rank, topk in enumerate(work.topk_idx)]
-    planning = world.rail_plan_calls(plans, work.topk_idx)
-    for rank in odd:
-        setattr(planning[rank], field, value)
+    topk_idx = [
+        topk[:, : 2 if rank < 2 else 1].contiguous() for rank, topk in enumerate(work.topk_idx)
+    ]
+    plans = [world.new_rail_plan(rank, *topk.shape) for rank, topk in enumerate(topk_idx)]
+    planning = world.rail_plan_calls(plans, topk_idx)
     world.launch("rail_exchange", planning)
     world.launch("rail_counts", planning)
     world.launch("route", world.virtual_route_calls(plans))
-    no_faults(world)
-    letters = [world.mailbox(one.virtual) for one in plans]
-    assert [letter.refused_rank for letter in letters] == refused
-    assert {letter.bad_token for letter in letters} == {-1}
+    check_domains_name_each_other(world, plans)
     check_rail_round(world, new_rail_round(world, "uniform"))
+
+
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_the_next_plan_refuses_a_domain_that_passed_no_weights_or_gradients(call: str) -> None:
+    """No kernel compares them between domains; what was summed without them is lost, and told."""
+    world = new_rail_world(2, 2)
+    work = new_rail_round(world, "uniform")
+    plans = rail_plan(world, work)
+    with_weights = world.new_outputs(work.rows, weights=True, shift_bytes=512)
+    without = world.new_outputs(work.rows, weights=False, shift_bytes=512)
+    rows = world.rail_dispatch_calls(plans, work.x, work.topk_weights, with_weights)
+    if call == "dispatch":
+        rows[2:] = world.rail_dispatch_calls(plans, work.x, None, without)[2:]
+    world.launch("rail_dispatch", rows)
+    out = [torch.empty_like(x) for x in work.x]
+    grads = [torch.empty_like(weights) for weights in work.topk_weights]
+    domains, returns = world.rail_combine_calls(plans, work.expert_out, out, work.row_grads, grads)
+    if call == "combine":
+        bare = world.rail_combine_calls(plans, work.expert_out, out)
+        domains[2:], returns[2:] = bare[0][2:], bare[1][2:]
+    world.launch("combine", domains)
+    world.launch("rail_return", returns)
+    no_faults(world)
+    check_domains_name_each_other(world, rail_plan(world, work))
+    fresh = new_rail_world(2, 2)
+    check_rail_round(fresh, new_rail_round(fresh))
 
 
 def _mutate(world: RailWorld, mutation: int) -> None:

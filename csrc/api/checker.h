@@ -101,6 +101,9 @@ void check_shape(Checker* check, const EpWindowShape& shape);
 void check_context(Checker* check, const EpContext& context);
 void check_plan(Checker* check, const EpContext& context, const EpPlan& plan);
 
+// Of a dispatch: where its rows go, behind the first `control_bytes` of the window, and how.
+void check_outputs(Checker* check, const EpDispatchArgs& args, int64_t control_bytes);
+
 // Where sums of several domains' tokens go. After the sizes.
 void check_segments(Checker* check, const EpCombineArgs& args);
 

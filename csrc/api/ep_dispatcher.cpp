@@ -113,6 +113,19 @@ void check_plan(Checker* check, const EpContext& context, const EpPlan& plan) {
   check->pointer("plan.source_tokens", plan.source_tokens, true);
 }
 
+void check_outputs(Checker* check, const EpDispatchArgs& args, int64_t control_bytes) {
+  check->range("recv_rows", args.recv_rows, 0, kMaxRows);
+  const int64_t first = args.recv_rows > 0 ? control_bytes : 0;
+  check->multiple("recv_x_offset", args.recv_x_offset, kRowAlignment);
+  check->range("recv_x_offset", args.recv_x_offset, first, kMaxBytes);
+  if (args.recv_weights_offset != -1) {
+    check->multiple("recv_weights_offset", args.recv_weights_offset, 4);
+    check->range("recv_weights_offset (-1 for none)", args.recv_weights_offset, first, kMaxBytes);
+  }
+  check->range("duplicate", args.duplicate, 0, 1);
+  check->zero("reserved", args.reserved);
+}
+
 void check_pair(Checker* check, const EpContext& context, const EpContext& earlier) {
   const EpWindowShape& shape = context.shape;
   check->equal("ep_size", shape.ep_size, earlier.shape.ep_size);
@@ -158,18 +171,9 @@ void check_call(Checker* check, const EpDispatchArgs& args) {
   check->pointer("x", args.x, args.plan.num_tokens > 0, kRowAlignment);
   check->range("row_bytes", args.row_bytes, 16, kMaxRowBytes);
   check->multiple("row_bytes", args.row_bytes, 16);
-  check->range("recv_rows", args.recv_rows, 0, kMaxRows);
-  const int64_t first = args.recv_rows > 0 ? args.context.window.total_bytes : 0;
-  check->multiple("recv_x_offset", args.recv_x_offset, kRowAlignment);
-  check->range("recv_x_offset", args.recv_x_offset, first, kMaxBytes);
-  if (args.recv_weights_offset != -1) {
-    check->multiple("recv_weights_offset", args.recv_weights_offset, 4);
-    check->range("recv_weights_offset (-1 for none)", args.recv_weights_offset, first, kMaxBytes);
-  }
+  check_outputs(check, args, args.context.window.total_bytes);
   check->pointer("topk_weights", args.topk_weights,
                  args.recv_weights_offset >= 0 && args.plan.num_tokens > 0);
-  check->range("duplicate", args.duplicate, 0, 1);
-  check->zero("reserved", args.reserved);
 }
 
 // Of rows in the own window that peers read. How many there are only the device knows: a rank

@@ -38,6 +38,8 @@ void check_rail(Checker* check, const EpContext& context, const EpRail& rail) {
   }
   check->zero("rail.reserved", rail.reserved);
   check->zero("gin_reserved", rail.gin_reserved);
+  const int64_t first_rank = int64_t{rail.domain} * context.shape.ep_size;
+  check->range("first_rank (of the rail's domain)", context.first_rank, first_rank, first_rank);
   const EpRailLayout layout = make_rail_layout(context, rail);
   static_assert(std::has_unique_object_representations_v<EpRailLayout>);  // no padding
   if (std::memcmp(&rail.layout, &layout, sizeof(layout)) != 0) {
@@ -69,7 +71,6 @@ void check_call(Checker* check, const EpRailPlanArgs& args) {
   check->pointer("counts", args.counts, true, kLongAlignment);
   check->alignment(args.alignment);
   check->range("capacity_rows", args.capacity_rows, -1, kMaxRows);
-  check->zero("reserved", args.reserved);
 }
 
 void check_rows(Checker* check, const EpContext& context, const void* x, int64_t num_tokens,
@@ -98,11 +99,9 @@ void check_call(Checker* check, const EpRailDispatchArgs& args) {
                domain.context.shape.max_tokens);
   check_rows(check, domain.context, domain.x, args.num_tokens, domain.row_bytes);
   check->pointer("dst_rank", args.dst_rank, args.num_tokens > 0);
+  check_outputs(check, domain, args.rail.layout.total_bytes);
   check->pointer("topk_weights", domain.topk_weights,
                  domain.recv_weights_offset >= 0 && args.num_tokens > 0);
-  check->range("recv_rows", domain.recv_rows, 0, kMaxRows);
-  check->multiple("recv_x_offset", domain.recv_x_offset, kRowAlignment);
-  check->range("duplicate", domain.duplicate, 0, 1);
   check->range("sent", args.sent, 0, 1);
   check->zero("reserved", args.reserved);
 }
@@ -123,9 +122,10 @@ void check_call(Checker* check, const EpRailReturnArgs& args) {
   if (!check->ok()) {
     return;  // the size below would overflow
   }
-  const int element_bytes = domain.dtype == EP_FLOAT32 || domain.exact != 0 ? 4 : 2;
-  check->range("bytes of a partial row", domain.hidden * element_bytes, 16,
-               domain.context.shape.partial_bytes);
+  const int element_bytes = domain.dtype == EP_FLOAT32 ? 4 : 2;
+  check->multiple("hidden x element size", domain.hidden * element_bytes, kRowAlignment);
+  check->range("bytes of a partial row", domain.hidden * (domain.exact != 0 ? 4 : element_bytes),
+               16, domain.context.shape.partial_bytes);
   check_segments(check, domain);
 }
 

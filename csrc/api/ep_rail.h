@@ -86,7 +86,9 @@ typedef struct EpRail {
   int32_t gin_contexts, gin_signals_per_domain, gin_counters, gin_reserved;
 } EpRail;
 
-/* First two kernels of a plan. */
+/* First two kernels of a plan. It is refused, as for another alignment, where a rank of another
+ * domain has another K, or has passed weights to an earlier dispatch or taken gradients from an
+ * earlier combine that this one has not: kernels of different domains do not compare those. */
 typedef struct EpRailPlanArgs {
   EpContext context;
   EpRail rail;
@@ -98,10 +100,6 @@ typedef struct EpRailPlanArgs {
   int32_t* dst_rank;     /* [T, K] receiver among all P ranks; -1 where nothing is sent */
   int32_t* dst_row;      /* [T, K] */
   int64_t* counts;       /* [P, E] */
-  uint32_t history;      /* of the calls so far; where a rank of another domain has another one, or
-                            another K, the plan is refused: a way to compare whether weights and
-                            gradients were passed, which no kernel does between domains */
-  int32_t reserved;
 } EpRailPlanArgs;
 
 typedef struct EpRailDispatchArgs {

@@ -123,8 +123,7 @@ void bind_rail_calls(py::module_& module) {
       .def_readwrite("num_tokens", &EpRailPlanArgs::num_tokens)
       .def_readwrite("num_topk", &EpRailPlanArgs::num_topk)
       .def_readwrite("alignment", &EpRailPlanArgs::alignment)
-      .def_readwrite("capacity_rows", &EpRailPlanArgs::capacity_rows)
-      .def_readwrite("history", &EpRailPlanArgs::history);
+      .def_readwrite("capacity_rows", &EpRailPlanArgs::capacity_rows);
   pointer(plan, "topk_idx", &EpRailPlanArgs::topk_idx);
   pointer(plan, "dst_rank", &EpRailPlanArgs::dst_rank);
   pointer(plan, "dst_row", &EpRailPlanArgs::dst_row);

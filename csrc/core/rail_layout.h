@@ -14,15 +14,15 @@ enum RailKernelId { kRailExchange = 0, kRailCounts = 1, kRailReturn = 2, kRailSe
 struct RailControl {
   uint64_t epoch[4];
   uint32_t exits[4];
-  uint32_t told;  // 1 once this rank has passed a fault on
-  uint32_t reserved;
+  uint32_t told;     // 1 once this rank has passed a fault on
+  uint32_t history;  // of the calls so far that travelled with weights, and without: see note_call
 };
 
 // In front of each part of a segment's routing.
 struct RailTopkHeader {
   int32_t num_tokens, num_topk, alignment;
   int32_t bad_slot;  // the part's lowest slot with a bad id, of the whole routing; -1 for none
-  uint32_t history;  // EpRailPlanArgs.history
+  uint32_t history;  // RailControl.history of the sender
 };
 
 // What a block's role spent, in test builds: for the benches. Cycles of each warp's waits, of making

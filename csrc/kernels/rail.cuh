@@ -105,6 +105,14 @@ __device__ inline bool begin_rail(const RailView& view, RailKernelId kernel, Wat
   return __syncthreads_and(works ? 1 : 0) != 0;
 }
 
+// Adds a call to the history that the next plan compares between domains (rail_plan.cuh). On the
+// device, so that replays of a graph count and its capture does not. One thread of a launch calls.
+__device__ inline void note_call(const RailView& view, uint32_t operation, bool weighted) {
+  constexpr uint32_t kMultiplier = 1664525;  // odd: calls in another order are another history
+  auto* control = view.local<RailControl>(view.layout.control);
+  control->history = (control->history + 2 * operation + (weighted ? 1 : 0) + 1) * kMultiplier;
+}
+
 // A fault that a block has met reaches all of this domain and the rail's ranks in the others; once a
 // rank, so that these posts fill no queue. All threads call it.
 template <class Net>

@@ -101,6 +101,30 @@ EP_HOST_DEVICE constexpr int rail_blocks_of(const EpRailDispatchArgs& args) {
   return args.sent != 0 ? 0 : args.rail.num_blocks + kWorkerBlocks<Net>;
 }
 
+// What one block does of a call that is not to leave: it forwards or it puts.
+template <class Net>
+__device__ void run_role(const EpRailDispatchArgs& args, const RailView& view, const Net& net,
+                         const RoleClock& clock, int block, char* stages, DispatchShared* shared) {
+  const EpContext& context = args.domain.context;
+  const int channels = context.shape.num_channels;
+  Watch* watch = &shared->watch;
+  if (block == 0 && threadIdx.x == 0) {
+    note_call(view, kRailSend, args.domain.recv_weights_offset >= 0);
+  }
+  if (block < channels) {
+    if (mutated(context, Mutation::kRailSkipEntry)) {
+      test_stall(context);  // so that the next records find these unread
+    }
+    RailRows<Net> rows(args, view, net, clock, watch);
+    dispatch_channel(args.domain, &rows, block, stages, shared);
+  } else if (block < channels + args.rail.num_blocks) {
+    const RecordSource from = records_of(args);
+    const auto* control = view.local<RailControl>(view.layout.control);
+    const bool in_turn = load_relaxed_sys(&control->epoch[kRailSend]) + 1 == watch->epoch;
+    send_block(from, view, net, block - channels, in_turn, clock, watch);
+  }
+}
+
 template <class Net>
 __device__ void rail_dispatch_block(const EpRailDispatchArgs& args, int block, char* stages,
                                     DispatchShared* shared) {
@@ -113,17 +137,8 @@ __device__ void rail_dispatch_block(const EpRailDispatchArgs& args, int block, c
   const RoleClock clock(view, kRolesOfDispatch, block);
   const bool works = begin_launch(context, kDispatch, watch);
   clock.begin();
-  if (works && block < channels) {
-    if (mutated(context, Mutation::kRailSkipEntry)) {
-      test_stall(context);  // so that the next records find these unread
-    }
-    RailRows<Net> rows(args, view, net, clock, watch);
-    dispatch_channel(args.domain, &rows, block, stages, shared);
-  } else if (works && block < channels + putting) {
-    const RecordSource from = records_of(args);
-    const auto* control = view.local<RailControl>(view.layout.control);
-    const bool in_turn = load_relaxed_sys(&control->epoch[kRailSend]) + 1 == watch->epoch;
-    send_block(from, view, net, block - channels, in_turn, clock, watch);
+  if (works) {
+    run_role(args, view, net, clock, block, stages, shared);
   }
   tell_rails(view, net, *watch);
   if (threadIdx.x == 0) {

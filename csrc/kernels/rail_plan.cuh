@@ -79,9 +79,11 @@ __device__ inline void pack_part(const ExchangeBlock& block, int* bad_slot) {
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    *reinterpret_cast<RailTopkHeader*>(part) = {
-        static_cast<int32_t>(args.num_tokens), args.num_topk, args.alignment,
-        *bad_slot == INT32_MAX ? -1 : *bad_slot, args.history};
+    const int32_t bad = *bad_slot == INT32_MAX ? -1 : *bad_slot;
+    const auto* control = block.view.local<RailControl>(block.view.layout.control);
+    *reinterpret_cast<RailTopkHeader*>(part) = {static_cast<int32_t>(args.num_tokens),
+                                                args.num_topk, args.alignment, bad,
+                                                control->history};
   }
   __syncthreads();
 }
@@ -246,7 +248,8 @@ __device__ inline int segment_word(const CountsBlock& block, int segment, int wo
     return first->alignment;
   }
   const EpRailPlanArgs& args = block.args;
-  int bad = first->num_topk != args.num_topk || first->history != args.history ? 1 : 0;
+  const uint32_t history = block.view.local<RailControl>(block.view.layout.control)->history;
+  int bad = first->num_topk != args.num_topk || first->history != history ? 1 : 0;
   for (int part = 0; part < block.num_channels; ++part) {
     bad |= block.header(segment, part)->bad_slot >= 0 ? 1 : 0;
   }

@@ -239,6 +239,7 @@ __device__ void rail_return_block(const EpRailReturnArgs& args, int block, Watch
   clock.begin();
   if (role < putting) {
     if (block == 0 && threadIdx.x == 0) {
+      note_call(view, kRailReturn, args.domain.weights_grad != nullptr);
       signal_entry(view, net, rail_signal_return_entry(view.layout));
     }
     const RailTask task = rail_task(view, block);

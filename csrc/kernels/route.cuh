@@ -205,13 +205,15 @@ __device__ inline void load_tile(const RouteBlock& block, const TileIds& ids, in
     const int slot = i * kRouteThreads + static_cast<int>(threadIdx.x);
     if (slot < tile_slots) {
       const int64_t id = ids.expert[i];
-      const bool valid = id >= 0 && id < block.num_experts;
+      // One that no rank of this domain has is bad as well.
+      const int rank = id >= 0 && id < block.num_experts ? owner_rank(block, static_cast<int>(id))
+                                                         : block.num_ranks;
+      const bool valid = rank < block.num_ranks;
       if (!valid && id != -1) {
         note_bad_slot(block, tile_slot + slot);
       }
-      const int expert = valid ? static_cast<int>(id) : -1;
-      block.shared.slot_expert[slot] = expert;
-      block.shared.slot_rank[slot] = valid ? owner_rank(block, expert) : -1;
+      block.shared.slot_expert[slot] = valid ? static_cast<int>(id) : -1;
+      block.shared.slot_rank[slot] = valid ? rank : -1;
     }
   }
   __syncthreads();
