@@ -6,6 +6,7 @@
 # Parts: build kernels faults example windows rails gin doctor sanitize, which are the default, and
 # training, which needs megatron-core and Transformer Engine.
 # WORLDS     domains x ranks of each for gin (default: 2x1 4x1 2x2 2x4 4x2 8x1)
+# TOOLS      for sanitize, side by side (default: memcheck initcheck racecheck synccheck)
 # PYTHON     interpreter with torch, pybind11 and pytest (default: python3)
 # NCCL_HOME  NCCL 2.30.7 or later, if the wheel is not in that Python
 # RESULTS    folder for logs and the table (default: runs/gpu_tests)
@@ -21,6 +22,8 @@ ALL_PARTS=(build kernels faults example windows rails gin doctor sanitize)
 ALL_WORLDS='2x1 4x1 2x2 2x4 4x2 8x1'
 FAULT_WORLDS='2x1 4x1 2x2' # of them; those that tests/test_rail_gin_faults.py has
 WORLDS=${WORLDS:-$ALL_WORLDS}
+ALL_TOOLS='memcheck initcheck racecheck synccheck'
+TOOLS=${TOOLS:-$ALL_TOOLS}
 TESTS=("$PYTHON" -m pytest -q --maxfail 10 --timeout 60 -p no:cacheprovider)
 SANITIZED=(-m sanitize tests/test_kernels.py tests/test_combine_gather.py tests/test_kernel_faults.py)
 OURS=(--kernel-name kernel_substring=_ZN2ep) # kernels of namespace ep
@@ -136,33 +139,41 @@ part_training() {
   check "streams of chunks" 200 "${TESTS[@]}" --timeout 120 tests/test_megatron_overlap_gpu.py
 }
 
-# sanitize TOOL OPTION...: over the tests marked for it, the C example and the rails; limits are
-# those of four tools at a time
+# sanitize TOOL: over the tests marked for it, the C example and the rails; limits are those of four
+# tools at a time. The log names each test, so that a run that was cut tells how far it came.
 sanitize() {
   local tool=$1
-  shift
-  check "$tool" 400 compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" \
-    "${TESTS[@]}" --timeout 300 "${SANITIZED[@]}"
-  check "$tool example" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" \
-    build/gpu_kernels/table_peers
-  check "$tool rails" 200 env PYTHONPATH="$PWD" compute-sanitizer --tool "$tool" \
-    --error-exitcode 9 "$@" "$PYTHON" tests/rail_sanitize.py
+  local run=(compute-sanitizer --tool "$tool" --error-exitcode 9)
+  case $tool in
+    initcheck) ;; # follows what other kernels write, so it must see them all
+    # It counts a block's barriers from cuda::barrier objects, of which ours are none: told here.
+    synccheck) run+=("${OURS[@]}" --num-cuda-barriers 256) ;;
+    *) run+=("${OURS[@]}") ;;
+  esac
+  check "$tool example" 60 "${run[@]}" build/gpu_kernels/table_peers
+  check "$tool rails" 200 env PYTHONPATH="$PWD" "${run[@]}" "$PYTHON" tests/rail_sanitize.py
+  check "$tool" 560 "${run[@]}" "${TESTS[@]}" -vv --durations 5 --timeout 300 "${SANITIZED[@]}"
 }
 
 part_sanitize() {
+  local tool
   # The kernels share one launch here, so code may be loaded lazily; eager loading takes minutes.
   # Without the cache of torch, each tensor is an allocation whose end the tools can see.
   export CUDA_MODULE_LOADING=LAZY PYTORCH_NO_CUDA_MEMORY_CACHING=1
-  beside sanitize memcheck "${OURS[@]}"
-  beside sanitize initcheck # follows what other kernels write, so it must see them all
-  beside sanitize racecheck "${OURS[@]}"
-  # It counts a block's barriers from cuda::barrier objects, of which ours are none: told here.
-  beside sanitize synccheck "${OURS[@]}" --num-cuda-barriers 256
+  for tool in $TOOLS; do
+    beside sanitize "$tool"
+  done
   meet
   export CUDA_MODULE_LOADING=EAGER
   unset PYTORCH_NO_CUDA_MEMORY_CACHING
 }
 
+for tool in $TOOLS; do
+  if [[ " $ALL_TOOLS " != *" $tool "* ]]; then
+    echo "TOOLS has $tool; tools: $ALL_TOOLS"
+    exit 2
+  fi
+done
 for world in $WORLDS; do # a part of a name would select the tests of others
   if [[ " $ALL_WORLDS " != *" $world "* ]]; then
     echo "WORLDS has $world; worlds: $ALL_WORLDS"
