@@ -22,7 +22,8 @@ export NCCL_IB_MERGE_NICS=${NCCL_IB_MERGE_NICS:-0}
 #   export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0
 # Says at start what NCCL could not use.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
-# One hardware queue for each stream, or communication waits for compute.
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
+# One hardware queue for each stream, or communication waits for compute. `train` sets it by its
+# config, so for other programs only, and not with tensor parallelism, where Megatron relies on 1:
+#   export CUDA_DEVICE_MAX_CONNECTIONS=32
 # Code is loaded before a kernel waits for a peer, not while it does.
 export CUDA_MODULE_LOADING=${CUDA_MODULE_LOADING:-EAGER}

@@ -15,7 +15,6 @@ if [[ ${NNODES:-1} != 1 ]]; then # torchrun would wait for the other nodes on th
   : "${NODE_RANK:?is not set: the number of this node, from 0 to NNODES - 1}"
   : "${MASTER_ADDR:?is not set: name or address of node 0, the same on all nodes}"
 fi
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32} # streams must not share queues
 [[ ${NNODES:-1} == 1 ]] || source "$(dirname "${BASH_SOURCE[0]}")/nccl_env.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec torchrun \

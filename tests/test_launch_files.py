@@ -16,12 +16,14 @@ import torch
 import yaml
 
 from ep_dispatcher import cli
+from ep_dispatcher.train import runtime
 
 pytest.importorskip("megatron.core")
 
 ROOT = Path(__file__).parents[1]
 NODES = 2
 STEPS = 2
+CONNECTIONS, LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not (ROOT / "scripts").is_dir(), reason="scripts are not beside the tests"),
@@ -163,9 +165,69 @@ def test_ranks_get_the_cores_that_the_job_asked_for(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """srun does not ask sbatch for them; what the user exported stays."""
+    """As srun does not ask sbatch for them; what the user exported stays."""
     for command in ("SLURM", "SRUN"):
         monkeypatch.delenv(f"{command}_CPUS_PER_TASK", raising=False)
     done = slurm(tmp_path, script, srun=SRUN_CORES, **given)
     assert done.returncode == 0, done.stderr
     assert f"{cores} cores for --kill-on-bad-exit=1 python -m ep_dispatcher" in done.stdout
+
+
+class _OpenedError(Exception):
+    """A rank came to where CUDA starts."""
+
+
+@pytest.mark.parametrize("command", ["train", "profile"])
+@pytest.mark.parametrize(
+    ("overrides", "given", "connections", "loading"),
+    [
+        ([], {}, "32", "EAGER"),
+        ([], {CONNECTIONS: "8", LOADING: "LAZY"}, "8", "LAZY"),
+        (["parallel.tensor=2"], {}, None, "EAGER"),
+        (["parallel.ranks_share_gpu=true"], {}, None, "EAGER"),
+        (["train.device=cpu"], {}, None, None),
+    ],
+)
+def test_a_rank_tells_cuda_what_it_needs_before_cuda_starts(
+    command: str,
+    overrides: list[str],
+    given: dict[str, str],
+    connections: str | None,
+    loading: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However it was started. With tensor parallelism Megatron relies on one connection."""
+    for name in (CONNECTIONS, LOADING):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # set first, so that it is put back at the end
+    for name, value in ({"RANK": "0"} | given).items():
+        monkeypatch.setenv(name, value)
+    seen: list[str | None] = []
+
+    def open_runtime(_config: object) -> None:
+        seen.extend(os.environ.get(name) for name in (CONNECTIONS, LOADING))
+        raise _OpenedError
+
+    monkeypatch.setattr(runtime, "open_runtime", open_runtime)
+    words = [word for override in overrides for word in ("--set", override)]
+    cli.main([command, "--config", str(write_config(tmp_path)), *words])
+    assert seen == [connections, loading]
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_start_files_leave_the_connections_to_the_ranks(nodes: str, tmp_path: Path) -> None:
+    """They do not know whether the config has tensor parallelism."""
+    told = f"{CONNECTIONS}=${{{CONNECTIONS}-not set}}"
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text(f'#!/bin/sh\necho "{told}"\n')
+    torchrun.chmod(0o755)
+    values = {"NNODES": nodes, "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for given, seen in (({}, "not set"), ({CONNECTIONS: "8"}, "8")):
+        done = subprocess.run(
+            [str(ROOT / "scripts" / "train_torchrun.sh"), "any.yaml"],
+            env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **values, **given},
+            capture_output=True, text=True, timeout=20, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"{CONNECTIONS}={seen}\n"
