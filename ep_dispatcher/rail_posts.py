@@ -3,8 +3,10 @@
 A kernel that posts to a full queue waits for room without a deadline. NCCL has a queue for each
 context and peer. So there are lanes and contexts enough that all a rank can post while the network
 towards a peer takes nothing fits in. How long a queue is depends on the kind of GIN: the proxy's
-holds 256 posts unless NCCL_GIN_PROXY_QUEUE_SIZE says otherwise, and a shorter one is refused;
-GDAKI's would hold 128 entries, and is asked to hold as many as these posts take.
+holds 32 times what the net plugin calls its most receives at once (maxRecvs, 8 of NCCL's own), so
+256 posts, unless NCCL_GIN_PROXY_QUEUE_SIZE says otherwise, and a shorter one is refused; a plugin
+with fewer receives has shorter queues, which nothing here sees. GDAKI's would hold 128 entries, and
+is asked to hold as many as these posts take.
 
 How much that is: let the network stop during launch X of a rank. A launch with a put to that peer
 does not end, since it waits until its puts are sent; one without any ends after a signal for each

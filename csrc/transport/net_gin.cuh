@@ -15,8 +15,8 @@
 // backend takes part without the host (GDAKI) or with a thread of it that runs anyway (proxy).
 // Nothing here waits, but a post does while NCCL's queue of that context and peer is full, and for
 // ever if the network stands still. So it never is: a channel's puts in flight are bounded by
-// sent(), and the host asks for contexts enough, and for queues of GDAKI's that are as long as the proxy's
-// (ep_dispatcher/rail_posts.py).
+// sent(), and the host asks for contexts enough, and for queues of GDAKI's that hold as many posts
+// as the proxy's: twice the entries (ep_dispatcher/rail_posts.py).
 #pragma once
 
 #include <nccl.h>
