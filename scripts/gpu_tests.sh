@@ -15,8 +15,10 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/shared_gpu.sh
 . scripts/shared_gpu.sh
-
 RESULTS=${RESULTS:-runs/gpu_tests}
+# shellcheck source=scripts/gpu_parts.sh
+. scripts/gpu_parts.sh
+
 ALL_PARTS=(build kernels faults example windows rails gin doctor sanitize)
 (($# > 0)) || set -- "${ALL_PARTS[@]}"
 ALL_WORLDS='2x1 4x1 2x2 2x4 4x2 8x1'
@@ -27,53 +29,6 @@ TOOLS=${TOOLS:-$ALL_TOOLS}
 TESTS=("$PYTHON" -m pytest -q --maxfail 10 --timeout 60 -p no:cacheprovider)
 SANITIZED=(-m sanitize tests/test_kernels.py tests/test_combine_gather.py tests/test_kernel_faults.py)
 OURS=(--kernel-name kernel_substring=_ZN2ep) # kernels of namespace ep
-failed=0
-mkdir -p "$RESULTS"
-
-# row VERDICT NAME START LOG: one line with what the log says last; any verdict but ok is a failure
-row() {
-  [[ $1 == ok ]] || failed=1
-  printf '%-10s %-22s %4d s  %s\n' "$1" "$2" $((SECONDS - $3)) \
-    "$(grep -v '^$' "$4" | tail -n 1 | cut -c1-150)" | tee -a "$RESULTS/table.txt"
-}
-
-# check NAME LIMIT_S COMMAND...: run it
-check() {
-  local name=$1 limit_s=$2 start=$SECONDS verdict=ok
-  local log=$RESULTS/${name// /_}.log
-  shift 2
-  timeout -k 5 "$limit_s" "$@" >"$log" 2>&1 || verdict="FAIL ($?)"
-  # pytest is content where it skipped every test
-  ! tail -n 1 "$log" | grep -qE '^(=+ )?[0-9]+ skipped' || verdict="FAIL (none ran)"
-  row "$verdict" "$name" "$start" "$log"
-}
-
-# beside FUNCTION WORD...: a check, or several, at the same time as others; meet waits for them
-pids=()
-beside() {
-  (
-    failed=0
-    "$@"
-    exit "$failed"
-  ) &
-  pids+=("$!")
-}
-meet() {
-  local pid
-  for pid in "${pids[@]}"; do
-    wait "$pid" || failed=1
-  done
-  pids=()
-}
-
-# need_mps PART: start MPS; where it does not start, the part has failed
-need_mps() {
-  local log="$RESULTS/mps.log"
-  start_mps >"$log" 2>&1 && return
-  echo "MPS did not start: $(tail -n 1 "$log")" >>"$log"
-  row FAIL "$1" "$SECONDS" "$log"
-  return 1
-}
 
 part_build() {
   check "native module" 600 bash -c '. scripts/shared_gpu.sh && build_native'
@@ -180,12 +135,4 @@ for world in $WORLDS; do # a part of a name would select the tests of others
     exit 2
   fi
 done
-: >"$RESULTS/table.txt"
-for part in "$@"; do
-  if ! declare -F "part_$part" >/dev/null; then
-    echo "no part is called $part; parts: ${ALL_PARTS[*]} training"
-    exit 2
-  fi
-  "part_$part"
-done
-exit "$failed"
+run_parts "${ALL_PARTS[*]} training" "$@"

@@ -63,3 +63,39 @@ def test_worlds_of_the_script_are_those_of_the_tests() -> None:
         )  # fmt: skip
         found = set(re.findall(r"\[(\d+x\d+)", done.stdout))
         assert found == set(worlds[1].split())
+
+
+RECORD = SCRIPT.with_name("gpu_record.sh")
+
+
+def test_every_part_that_records_is_known_and_names_files_and_modules_that_exist() -> None:
+    text = RECORD.read_text(encoding="utf-8")
+    names = re.search(r"^ALL_PARTS='(.*?)'", text, re.MULTILINE)
+    assert names is not None
+    assert sorted(re.findall(r"^part_(\w+)\(\)", text, re.MULTILINE)) == sorted(names[1].split())
+    head = text.split("set -uo pipefail")[0]
+    assert [name for name in names[1].split() if not re.search(rf"\b{name}\b", head)] == []
+    files = re.findall(r"\b((?:configs|scripts)/[\w.]+)", text)
+    modules = [name.replace(".", "/") for name in re.findall(r"-m (ep_dispatcher\.[\w.]+)", text)]
+    root = SCRIPT.parent.parent
+    assert [name for name in files if not (root / name).is_file()] == []
+    assert [name for name in modules if not (root / f"{name}.py").is_file()] == []
+
+
+def test_recording_names_its_parts_and_refuses_others(tmp_path: Path) -> None:
+    environment = os.environ | {"RESULTS": str(tmp_path / "results")}
+    unknown = "no part is called kernel; parts: kernels"
+    for words, code, told in (
+        ([], 2, "Parts of"),
+        (["-h"], 0, "Parts of"),
+        (["kernel"], 2, unknown),
+    ):
+        done = subprocess.run(
+            [RECORD, *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=20,
+        )
+        assert (done.returncode, told in done.stdout) == (code, True)
