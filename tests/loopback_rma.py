@@ -181,6 +181,12 @@ class Rank:
         )
         return request
 
+    def flush(self, peer: int) -> Any:  # noqa: ANN401
+        """Ask for what was got from a peer to be visible; returns its request."""
+        request = _POINTER()
+        self.plugin.call("flush", self.context, 0, self._regions[0], peer, byref(request))
+        return request
+
     def is_done(self, request: Any) -> bool:  # noqa: ANN401
         """Poll a request once; it must not be used after it was done."""
         done = c_int()
@@ -193,11 +199,26 @@ class Rank:
         self.plugin.call("query_error", self.context, byref(failed))
         return failed.value
 
+    def close_context(self) -> None:
+        """Close the context, once."""
+        if self.context:
+            self.plugin.call("destroy_context", self.context)
+        self.context = _POINTER()
+
+    def deregister_window(self) -> None:
+        """Take the window's registration away, once."""
+        self._deregister(self._regions[0])
+
+    def _deregister(self, region: Any) -> None:  # noqa: ANN401
+        if region:
+            self.plugin.call("deregister_region", self.collective, region)
+        region.value = None
+
     def close(self) -> None:
         """As NCCL closes: context, regions, collective, instance."""
-        self.plugin.call("destroy_context", self.context)
+        self.close_context()
         for region in self._regions:
-            self.plugin.call("deregister_region", self.collective, region)
+            self._deregister(region)
         self.plugin.call("close_collective", self.collective)
         self.plugin.call("finalize", self._instance)
 

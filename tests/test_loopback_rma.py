@@ -224,6 +224,56 @@ def test_a_put_outside_a_region_is_refused(
     assert "1048576 bytes" in told
 
 
+@pytest.mark.parametrize("peer", [2, 500_000, (1 << 32) - 1])
+@pytest.mark.parametrize("call", ["put", "signal", "get", "flush"])
+def test_a_peer_that_is_no_rank_is_refused(
+    pair: list[Rank], call: str, peer: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With its number and the ranks that there are, whatever the operation."""
+    post = {
+        "put": lambda: pair[0].put(peer, 0, 16, HALF),
+        "signal": lambda: pair[0].signal(peer, 0),
+        "get": lambda: pair[0].get(peer, 0, 16, HALF),
+        "flush": lambda: pair[0].flush(peer),
+    }
+    with pytest.raises(PluginError) as error:
+        post[call]()
+    assert error.value.code == INVALID_ARGUMENT
+    assert f"peer {peer} of an operation by rank 0; ranks are 0 to 1" in capfd.readouterr().err
+
+
+def answer_of(rank: Rank, request: object) -> int:
+    """The error that a request ends with; 0 for none."""
+    try:
+        assert settle(rank, [request])
+    except PluginError as error:
+        return error.code
+    return 0
+
+
+def test_a_put_whose_source_is_gone_is_told_by_its_request(
+    plugin: Plugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sources of some puts are deregistered before they were read."""
+    monkeypatch.setenv("LOOPBACK_RMA_DELAY_US", "300000")
+    with world(plugin, 2) as ranks:
+        requests = [ranks[0].put(1, 0, 16, HALF) for _ in range(16)]
+        ranks[0].deregister_window()
+        codes = {answer_of(ranks[0], each) for each in requests}
+    assert REMOTE_ERROR in codes
+    assert codes <= {0, REMOTE_ERROR}
+
+
+@pytest.mark.parametrize("size", [16, HALF])
+def test_a_put_whose_context_is_closed_is_told_by_its_request(plugin: Plugin, size: int) -> None:
+    """Waiting for its slots or for its source to be read."""
+    with world(plugin, 2) as ranks:
+        assert plugin.inject("stall:rank=0:ms=400")
+        requests = [ranks[0].put(1, 0, size, HALF) for _ in range(4)]
+        ranks[0].close_context()
+        assert [answer_of(ranks[0], each) for each in requests] == [REMOTE_ERROR] * 4
+
+
 def test_a_dropped_put_is_complete_here_and_never_signalled_there(
     plugin: Plugin, pair: list[Rank]
 ) -> None:

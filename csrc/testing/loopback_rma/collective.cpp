@@ -194,6 +194,14 @@ void Collective::wait_for(std::unique_lock<std::mutex>* lock,
   }
 }
 
+void Collective::check_peer(uint32_t peer) const {
+  if (peer >= static_cast<uint32_t>(wire_.num_ranks)) {
+    throw Refusal("peer " + std::to_string(peer) + " of an operation by rank " +
+                  std::to_string(wire_.rank) + "; ranks are 0 to " +
+                  std::to_string(wire_.num_ranks - 1));
+  }
+}
+
 void Collective::check_range(const char* what, const Region* region, int rank, uint64_t offset,
                              uint64_t bytes) const {
   const std::string where = std::string(what) + " of a put or get by rank " +
@@ -215,6 +223,7 @@ void Collective::check_range(const char* what, const Region* region, int rank, u
 
 Request* Collective::put(const PutOrder& order) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  check_peer(order.peer);
   const int peer = static_cast<int>(order.peer);
   if (order.bytes != 0) {
     check_range("source", order.source, wire_.rank, order.source_offset, order.bytes);
@@ -243,6 +252,7 @@ Request* Collective::put(const PutOrder& order) {
 
 Request* Collective::get(const GetOrder& order) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  check_peer(order.peer);
   check_range("source", order.remote, static_cast<int>(order.peer), order.remote_offset,
               order.bytes);
   check_range("target", order.local, wire_.rank, order.local_offset, order.bytes);

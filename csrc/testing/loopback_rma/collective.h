@@ -76,9 +76,10 @@ class Collective {
   // Waits, a while, until their sources are read.
   void remove_contexts(uint32_t first, int count);
 
-  // Throw Refusal if the order names memory that is not there.
+  // Throw Refusal if the order names a rank or memory that is not there.
   Request* put(const PutOrder& order);
   Request* get(const GetOrder& order);
+  void flush(uint32_t peer) const { check_peer(peer); }
 
   // True once the operation is complete here; its request is then gone. Throws Refusal if it
   // failed.
@@ -94,6 +95,7 @@ class Collective {
   void connect(const std::vector<Handle>& handles);
   void open_gpu();
   Region* publish(void* data, uint64_t bytes, bool on_gpu, bool never_reset);
+  void check_peer(uint32_t peer) const;
   void check_range(const char* what, const Region* region, int rank, uint64_t offset,
                    uint64_t bytes) const;
   Request* take_request();

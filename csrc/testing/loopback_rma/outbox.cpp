@@ -15,6 +15,12 @@ void answer(Request* request, RequestState state) {
   }
 }
 
+// Once only, as whoever asked may give the request away then.
+void refuse(Operation* operation) {
+  answer(operation->request, kRefused);
+  operation->request = nullptr;
+}
+
 }  // namespace
 
 Outbox::Outbox(Wire* wire) : wire_(wire), queues_(static_cast<size_t>(wire->num_ranks)) {}
@@ -102,9 +108,9 @@ bool Outbox::advance(Fill* fill, uint64_t now) {
   return true;
 }
 
-// False: its source was deregistered, so the fill is finished without a word.
+// False: its source was deregistered, so the fill is finished and its operation refused.
 bool Outbox::start(Fill* fill) {
-  const Operation& operation = *fill->operation;
+  Operation& operation = *fill->operation;
   const Message& message = fill->slot->message;
   if (operation.source_region == kNoRegion || message.bytes == 0) {
     fill->started = true;
@@ -112,6 +118,7 @@ bool Outbox::start(Fill* fill) {
   }
   Region* region = wire_->find(operation.source_region);
   if (region == nullptr) {
+    refuse(&operation);
     fill->slot->state.store(kFree, std::memory_order_release);
     fill->finished = true;
     return false;
@@ -133,8 +140,7 @@ void Outbox::finish(Fill* fill, Progress progress) {
   }
   if (progress == Progress::kFailed) {
     wire_->failed = true;
-    answer(operation.request, kRefused);
-    operation.request = nullptr;
+    refuse(&operation);
   }
   fill->slot->state.store(kFull, std::memory_order_release);
   fill->finished = true;
@@ -161,10 +167,16 @@ void Outbox::cancel(uint32_t first, uint32_t last) {
     return within(*operation, first, last);
   };
   for (auto& queue : queues_) {
+    for (const auto& operation : queue) {
+      if (ours(operation)) {
+        refuse(operation.get());
+      }
+    }
     queue.erase(std::remove_if(queue.begin(), queue.end(), ours), queue.end());
   }
   for (Fill& fill : fills_) {
     if (!fill.started && ours(fill.operation)) {
+      refuse(fill.operation.get());
       fill.slot->state.store(kFree, std::memory_order_release);
       fill.finished = true;
     }

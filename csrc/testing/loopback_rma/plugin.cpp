@@ -216,10 +216,11 @@ Result get(void* context, int index, uint64_t remote_offset, void* remote, size_
 }
 
 // What was got is visible when its request is complete.
-Result flush(void* /*context*/, int /*index*/, void* /*region*/, uint32_t /*rank*/,
-             void** request) {
-  *request = nullptr;
-  return kSuccess;
+Result flush(void* context, int /*index*/, void* /*region*/, uint32_t rank, void** request) {
+  return guarded(kInvalidArgument, [=] {
+    static_cast<Context*>(context)->collective->flush(rank);
+    *request = nullptr;
+  });
 }
 
 Result test(void* collective, void* request, int* done) {
