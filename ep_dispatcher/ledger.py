@@ -11,6 +11,7 @@ without the ledger; the reference tier, whose calls wait for each other on the h
 from __future__ import annotations
 
 import hashlib
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,8 +22,10 @@ from torch import Tensor
 from ep_dispatcher.agreement import gather_json
 from ep_dispatcher.backend import Backend
 from ep_dispatcher.collectives import Collectives
-from ep_dispatcher.errors import AgreementError
+from ep_dispatcher.errors import AgreementError, EpError
 from ep_dispatcher.plan import Plan
+
+logger = logging.getLogger("ep_dispatcher")
 
 
 class Entry(NamedTuple):
@@ -105,12 +108,20 @@ class LedgerBackend:
         self._inner.check()
 
     def close(self, *, failed: bool = False) -> None:
-        """See `Backend.close`; compares what is left, unless a rank leaves early."""
+        """See `Backend.close`; compares what is left, unless a rank leaves early.
+
+        A call that differs says more than a fault that came of it, so the fault is logged.
+        """
         try:
             if not failed:
                 self._write("close", self._num_plans, compare=True)
-        finally:
-            self._inner.close(failed=failed)
+        except BaseException:
+            try:
+                self._inner.close(failed=failed)
+            except (EpError, RuntimeError):
+                logger.exception("the group was closed with an error of its own")
+            raise
+        self._inner.close(failed=failed)
 
     def _write(self, operation: str, plan: int, *, compare: bool) -> None:
         """Add a call, and compare if asked to."""

@@ -117,6 +117,21 @@ def test_a_missing_call_is_named() -> None:
         assert "close (plan 2, stream 1) on rank 1 and dispatch (plan 0, stream 1)" in error
 
 
+def test_a_call_that_differs_is_told_though_the_close_fails_too() -> None:
+    """A fault that came of it says less."""
+
+    def work(ledger: LedgerBackend, plans: list[Plan], rank: int) -> None:
+        if rank == 0:
+            ledger.dispatch(plans[0], torch.zeros(1), None)
+
+        def fail(*, failed: bool) -> None:
+            raise RuntimeError("a fault of the device")
+
+        ledger._inner.close = fail  # type: ignore[method-assign]
+
+    assert all("close (plan 2, stream 1) on rank 1" in error for error in errors_of(work))
+
+
 def test_a_group_keeps_the_ledger_and_its_results() -> None:
     """With debug_ledger the bits are those without it, and a call out of order is refused."""
 

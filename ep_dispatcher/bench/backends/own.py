@@ -147,9 +147,11 @@ class OwnSession:
     def close(self) -> None:
         """See `Session.close`."""
         self._kept, self._plan = [], None
-        if self._static is not None:
-            self._static.close()
-        self._group.close()
+        try:
+            if self._static is not None:
+                self._static.close()
+        finally:
+            self._group.close()
 
     def _the_plan(self) -> Plan:
         assert self._plan is not None, "plan comes before dispatch"
