@@ -216,6 +216,7 @@ def _doctor_nccl(args: argparse.Namespace) -> int:
     if not doctor_nccl.is_rank():
         words = ["doctor", "--nccl", *(["--json"] if args.json else [])]
         return doctor_nccl.start_ranks(args.ranks, args.domain_size, words)
+    _refuse_options_of_a_start(args)
     report = doctor_nccl.probe()
     if report is None:  # rank 0 tells
         return OK
@@ -224,6 +225,21 @@ def _doctor_nccl(args: argparse.Namespace) -> int:
     else:
         _print_nccl_report(report, Console())
     return OK if report.ok else FAILED
+
+
+def _refuse_options_of_a_start(args: argparse.Namespace) -> None:
+    """Refuse options for ranks that are started here, in a rank that was started already.
+
+    Raises:
+        ConfigError: names the option and what does the same under torchrun or srun.
+    """
+    for option, value in (("--ranks", args.ranks), ("--domain-size", args.domain_size)):
+        if value is not None:
+            raise ConfigError(
+                f"{option} is {value}, but this process is a rank already (RANK is set): torchrun "
+                "or srun say how many ranks there are, and NCCL_LSA_TEAM_SIZE, exported before "
+                "they start, splits them into domains; leave the option out"
+            )
 
 
 def _print_nccl_report(report: doctor_nccl.NcclReport, console: Console) -> None:
@@ -242,6 +258,8 @@ def _print_nccl_report(report: doctor_nccl.NcclReport, console: Console) -> None
         times = [f"{us:.1f}" if us is not None else "-" for us in (trip.mean_us, trip.shortest_us)]
         rails.add_row(f"{trip.rank} <-> {trip.peer}", *times, trip.verdict)
     console.print(rails)
+    if not report.ok:
+        console.print(doctor_nccl.AFTER_A_FAILURE)
 
 
 def _print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:

@@ -38,6 +38,11 @@ _GIN_WORDS = {
     "gpi": "GPI (a plugin of the adapter's vendor)",
     "efa": "EFA (AWS)",
 }
+# A rank goes through its peers one by one, and waits for its puts to be sent before each.
+AFTER_A_FAILURE = (
+    "Mend the first bad row of a rank first: a later row with the same rank, on either side, may "
+    "be bad only as a consequence of it."
+)
 _SHOWN_VARIABLES = ("NCCL_", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "LOOPBACK_RMA_")
 _PAGE_BYTES = 4096
 
@@ -130,7 +135,9 @@ def probe() -> NcclReport | None:
 
     Raises:
         UnavailableError: on every rank alike, if any lacks something; says what to do.
+        ConfigError: a variable that says where the ranks meet is missing.
     """
+    _check_job()
     dist.init_process_group("gloo")
     try:
         assert dist.group.WORLD is not None
@@ -142,6 +149,15 @@ def probe() -> NcclReport | None:
         return _report(collectives)
     finally:
         dist.destroy_process_group()
+
+
+def _check_job() -> None:
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ConfigError(
+                f"RANK is set and {name} is not; start the ranks with torchrun or srun (see "
+                "scripts/doctor_nodes.sbatch), or unset RANK to start them here"
+            )
 
 
 def start_ranks(num_ranks: int | None, domain_size: int | None, words: Sequence[str]) -> int:

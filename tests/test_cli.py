@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ep_dispatcher import cli, device
+from ep_dispatcher import cli, device, doctor_nccl
 from ep_dispatcher._version import __version__
 from ep_dispatcher.config import EpConfig, MoeShape
 from ep_dispatcher.device import unavailable_reason
@@ -288,6 +288,56 @@ def test_doctor_prints_a_next_step(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "tier: " in text
     assert "megatron-core" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(["--ranks", "4"], "--ranks is 4"), (["--domain-size", "2"], "--domain-size is 2")],
+)
+def test_doctor_refuses_options_of_a_start_in_a_rank(
+    words: list[str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Under torchrun or srun they would be passed over; what splits domains there is named."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(doctor_nccl, "probe", lambda: None)
+    code, line = fails(["doctor", "--nccl", *words], capsys)
+    assert code == cli.USER_ERROR
+    assert told in line
+    assert "NCCL_LSA_TEAM_SIZE" in line
+
+
+@pytest.mark.parametrize("lacks", ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_doctor_names_what_a_rank_lacks(
+    lacks: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """RANK alone, left over in a shell, starts nothing."""
+    names = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(lacks)
+    code, line = fails(["doctor", "--nccl"], capsys)
+    assert code == cli.USER_ERROR
+    assert f"RANK is set and {lacks} is not" in line
+
+
+def test_doctor_says_what_a_bad_row_may_follow_from(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only where there is one."""
+    good = doctor_nccl.Trip(0, 1, 50.0, 40.0, finished=21, rounds=21, wrong_words=0)
+    bad = doctor_nccl.Trip(0, 2, None, None, finished=0, rounds=21, wrong_words=0)
+    monkeypatch.setenv("RANK", "0")
+    for trips, told in (((good,), False), ((bad, good), True)):
+        report = doctor_nccl.NcclReport(
+            ("node0",) * 3, ("H200 (0)",) * 3, 3, 1, "proxy", "2.30.7", "nccl", "2.30.7", {}, trips
+        )
+        monkeypatch.setattr(doctor_nccl, "probe", lambda report=report: report)
+        assert cli.main(["doctor", "--nccl"]) == (cli.FAILED if told else cli.OK)
+        printed = " ".join(capsys.readouterr().out.split())
+        assert (doctor_nccl.AFTER_A_FAILURE in printed) == told
 
 
 class _Launcher(types.ModuleType):
