@@ -35,7 +35,8 @@ class EPGroup:
     Make one with `EPGroup.create`; it is a context manager. One group serves any number of
     layers, plans and calls; all calls are collective and in the same order on all ranks. So are
     their backwards: each rank must want gradients of a dispatch (of x or of the weights), or none
-    may, and a rank without tokens runs its backward too.
+    may, and a rank without tokens runs its backward too. Calls of a group on different streams must
+    be ordered by events.
 
     Attributes:
         config: what the group was made with.
