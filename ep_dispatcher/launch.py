@@ -128,7 +128,6 @@ def run_rank(config: TrainConfig) -> int:
     from ep_dispatcher.train.progress import say
     from ep_dispatcher.train.runtime import open_runtime
 
-    set_cuda_defaults(config)
     corpus = load_corpus(config.data, config.model.seq_length)
     runtime = open_runtime(config)
     # Up to 0.17 Megatron says this of every subclass of its MoE layer; it means nothing here.
@@ -149,21 +148,6 @@ def run_rank(config: TrainConfig) -> int:
     dist.barrier()
     dist.destroy_process_group()
     return OK
-
-
-def set_cuda_defaults(config: TrainConfig) -> None:
-    """Set the variables that CUDA reads at its start; what the user has set stays.
-
-    Here and not in the files that start ranks, so that each rank has it however it was started, and
-    as only the config says how many connections there may be.
-    """
-    if config.train.device == "cpu":
-        return
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # lazily it can wait for a waiting kernel
-    if config.parallel.tensor == 1 and not config.parallel.ranks_share_gpu:
-        # One queue for each stream, or communication waits for compute. Megatron wants 1 with
-        # tensor parallelism; MPS has not enough for several ranks of 32.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def start_ranks(config: TrainConfig, words: list[str], module: str = "ep_dispatcher.train") -> int:

@@ -201,18 +201,29 @@ def test_a_rank_tells_cuda_what_it_needs_before_cuda_starts(
     for name in (CONNECTIONS, LOADING):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)  # set first, so that it is put back at the end
-    for name, value in ({"RANK": "0"} | given).items():
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (ranks | given).items():
         monkeypatch.setenv(name, value)
     seen: list[str | None] = []
 
-    def open_runtime(_config: object) -> None:
+    def choose_device(_config: object) -> None:
         seen.extend(os.environ.get(name) for name in (CONNECTIONS, LOADING))
         raise _OpenedError
 
-    monkeypatch.setattr(runtime, "open_runtime", open_runtime)
+    monkeypatch.setattr(runtime, "_choose_device", choose_device)
     words = [word for override in overrides for word in ("--set", override)]
     cli.main([command, "--config", str(write_config(tmp_path)), *words])
     assert seen == [connections, loading]
+
+
+def test_a_rank_that_is_told_half_of_its_place_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    assert cli.main(["train", "--config", str(write_config(tmp_path))]) == 2
+    assert "WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("nodes", ["1", "2"])

@@ -127,7 +127,7 @@ def test_a_call_that_differs_is_told_though_the_close_fails_too() -> None:
         def fail(*, failed: bool) -> None:
             raise RuntimeError("a fault of the device")
 
-        ledger._inner.close = fail  # type: ignore[method-assign]
+        ledger._inner.close = fail  # type: ignore[assignment]
 
     assert all("close (plan 2, stream 1) on rank 1" in error for error in errors_of(work))
 

@@ -103,7 +103,6 @@ def run_rank(config: TrainConfig, warm_up: int, *, same_batch: bool = False) -> 
 
     from ep_dispatcher.train.runtime import open_runtime
 
-    launch.set_cuda_defaults(config)
     runtime = open_runtime(config)
     profile_job(config, warm_up, runtime, same_batch=same_batch)
     dist.barrier()

@@ -64,10 +64,12 @@ def open_runtime(config: TrainConfig) -> Runtime:
     Megatron is imported.
 
     Raises:
-        ConfigError: the number of ranks is not the config's, or ranks share a GPU without leave.
+        ConfigError: the number of ranks is not the config's or not told, or ranks share a GPU
+            without leave.
         UnavailableError: train.device is "cuda" and this rank sees no GPU, or only some ranks do.
     """
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _set_cuda_defaults(config)
+    rank, num_ranks = _place()
     if num_ranks != config.parallel.num_ranks:
         raise ConfigError(
             f"{num_ranks} ranks were started; the config asks for {config.parallel.num_ranks} "
@@ -88,6 +90,33 @@ def open_runtime(config: TrainConfig) -> Runtime:
         cpu_standins.install()
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT)
     return Runtime(rank, num_ranks, device, backend)
+
+
+def _set_cuda_defaults(config: TrainConfig) -> None:
+    """Set the variables that CUDA reads at its start; what the user has set stays.
+
+    Here and not in the files that start ranks, so that each rank has it however it was started, and
+    as only the config says how many connections there may be.
+    """
+    if config.train.device == "cpu":
+        return
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # lazily it can wait for a waiting kernel
+    if config.parallel.tensor == 1 and not config.parallel.ranks_share_gpu:
+        # One queue for each stream, or communication waits for compute. Megatron wants 1 with
+        # tensor parallelism; MPS has not enough for several ranks of 32.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+def _place() -> tuple[int, int]:
+    """RANK and WORLD_SIZE."""
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+               if not os.environ.get(name)]  # fmt: skip
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} is not set; start ranks with torchrun, srun (scripts/"
+            "train.sbatch) or `ep-dispatcher train`, which set it"
+        )
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def _choose_device(config: TrainConfig) -> torch.device:
