@@ -1,5 +1,6 @@
 """Builds the native module where nvcc and NCCL's headers are found; pure Python elsewhere.
 
+EP_CUDA_ARCHS=90 (or 100) compiles for those GPUs alone, in half the time; the default is both.
 EP_GIN_PROXY_ONLY=1 leaves out all kinds of GIN but the proxy: for tests, where it is the only one.
 """
 
@@ -20,7 +21,10 @@ FOLDERS = ("transport", "kernels", "bindings", "core", "api")
 NEED_NO_NCCL = ("csrc/api/", "csrc/kernels/")  # their objects serve all versions of it
 FLAGS = ("-std=c++17", "-O3", "-lineinfo", "-cudart=static", "-Icsrc")
 HOST_FLAGS = "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Werror"
-ARCHITECTURES = ("arch=compute_90,code=sm_90", "arch=compute_100,code=[sm_100,compute_100]")
+ARCHITECTURES = {
+    "90": "arch=compute_90,code=sm_90",
+    "100": "arch=compute_100,code=[sm_100,compute_100]",
+}
 # Kinds of GIN of which NCCL's device headers compile nothing then; EFA's came after 2.30.7.
 NOT_PROXY = ("GDAKI", "GPI", "EFA_GDA")
 # Hidden symbols: else the copy of the CUDA runtime that torch loaded would answer our calls.
@@ -44,6 +48,17 @@ def find_nccl() -> tuple[Path, tuple[int, ...]]:
     return Path(), ()
 
 
+def architectures() -> list[str]:
+    """Those that are asked for, by their numbers; all of them by default."""
+    asked = os.environ.get("EP_CUDA_ARCHS", "").replace(",", " ").split() or [*ARCHITECTURES]
+    unknown = sorted(set(asked) - set(ARCHITECTURES))
+    if unknown:
+        raise SystemExit(
+            f"EP_CUDA_ARCHS has {', '.join(unknown)}; it takes {' and '.join(ARCHITECTURES)}"
+        )
+    return [number for number in ARCHITECTURES if number in asked]
+
+
 def gin_flags() -> list[str]:
     """For nvcc: which kinds of GIN the kernels can post to; all of them without any flag."""
     if os.environ.get("EP_GIN_PROXY_ONLY", "0") in ("", "0"):
@@ -62,8 +77,9 @@ class BuildNative(build_ext):
         folders = (pybind11.get_include(), sysconfig.get_path("include"))
         nvcc = [find_nvcc() or "nvcc", *FLAGS, HOST_FLAGS]
         nvcc += [f"-isystem={folder}" for folder in folders]
-        nvcc += [f"-gencode={architecture}" for architecture in ARCHITECTURES]
-        kept = Path("build", str(sysconfig.get_config_var("SOABI")))
+        asked = architectures()
+        nvcc += [f"-gencode={ARCHITECTURES[number]}" for number in asked]
+        kept = Path("build", "-".join([str(sysconfig.get_config_var("SOABI")), *asked]))
         gin = gin_flags()
         with_nccl = (
             [*nvcc, *gin, f"-isystem={nccl}"],

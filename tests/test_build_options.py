@@ -1,4 +1,4 @@
-"""Kinds of GIN in a build: all of them, or the proxy alone (EP_GIN_PROXY_ONLY of setup.py)."""
+"""What setup.py compiles: kinds of GIN (EP_GIN_PROXY_ONLY) and GPUs (EP_CUDA_ARCHS)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,33 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def flags_of(monkeypatch: pytest.MonkeyPatch, value: str) -> list[str]:
-    """What setup.py gives to nvcc."""
+def asked_of(monkeypatch: pytest.MonkeyPatch, name: str, variable: str, value: str) -> list[str]:
+    """What a function of setup.py says where a variable has a value."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.argv", ["setup.py", "--name"])
-    monkeypatch.setenv("EP_GIN_PROXY_ONLY", value)
-    found: list[str] = runpy.run_path("setup.py")["gin_flags"]()
+    monkeypatch.setenv(variable, value)
+    found: list[str] = runpy.run_path("setup.py")[name]()
     return found
+
+
+def flags_of(monkeypatch: pytest.MonkeyPatch, value: str) -> list[str]:
+    """What setup.py gives to nvcc."""
+    return asked_of(monkeypatch, "gin_flags", "EP_GIN_PROXY_ONLY", value)
+
+
+@pytest.mark.parametrize(
+    ("value", "numbers"),
+    [("", ["90", "100"]), ("90", ["90"]), ("100", ["100"]), ("100, 90", ["90", "100"])],
+)
+def test_a_build_is_for_the_gpus_that_are_named(
+    monkeypatch: pytest.MonkeyPatch, value: str, numbers: list[str]
+) -> None:
+    assert asked_of(monkeypatch, "architectures", "EP_CUDA_ARCHS", value) == numbers
+
+
+def test_a_gpu_that_no_build_is_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="EP_CUDA_ARCHS has 80; it takes 90 and 100"):
+        asked_of(monkeypatch, "architectures", "EP_CUDA_ARCHS", "90 80")
 
 
 @pytest.mark.parametrize("value", ["", "0"])
