@@ -149,7 +149,7 @@ def read_trace(path: Path) -> RouterTrace:
     for number, entry in enumerate(entries):
         if entry.shape[1:] != (trace.num_topk,):
             raise ConfigError(f"{path}: entry {number} has shape {entry.shape}, not [T, K]")
-        if entry.size and not -1 <= entry.min() <= entry.max() < trace.num_experts:
+        if bool(((entry < -1) | (entry >= trace.num_experts)).any()):
             raise ConfigError(f"{path}: entry {number} names an expert outside the model's")
         trace.entries.append(torch.from_numpy(entry))
     return trace
