@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import runpy
-import shutil
 import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
+from nccl_headers import NCCL, missing_for_nccl
 
 ROOT = Path(__file__).parents[1]
-NCCL = Path(sysconfig.get_path("platlib"), "nvidia/nccl/include")
 pytestmark = pytest.mark.skipif(
     not (ROOT / "setup.py").is_file(), reason="setup.py is not beside the tests"
 )
@@ -52,10 +50,7 @@ def test_a_build_has_all_kinds_unless_asked(monkeypatch: pytest.MonkeyPatch, val
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    shutil.which("nvcc") is None or not (NCCL / "nccl.h").is_file(),
-    reason="needs nvcc and the headers of an NCCL wheel",
-)
+@pytest.mark.skipif(missing_for_nccl() != "", reason=missing_for_nccl() or "nothing is missing")
 @pytest.mark.parametrize(("value", "has_gdaki"), [("0", True), ("1", False)])
 def test_gin_kernels_compile_with_the_proxy_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str, has_gdaki: bool

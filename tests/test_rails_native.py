@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
+from nccl_headers import NCCL, missing_for_nccl
 
 CSRC = Path(__file__).parents[1] / "csrc"
-NCCL = Path(sysconfig.get_path("platlib"), "nvidia/nccl/include")
 
 # NCCL gives argv[1] contexts, memory is there if argv[2] is 1; prints what is open at the end.
 PROGRAM = """
@@ -75,14 +73,14 @@ int main(int, char** words) {
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The stand-ins with rails.cpp."""
-    nvcc = shutil.which("nvcc")
-    if nvcc is None or shutil.which("g++") is None or not (NCCL / "nccl.h").is_file():
-        pytest.skip("needs g++, nvcc and the headers of an NCCL wheel")
+    missing = missing_for_nccl()
+    if missing:
+        pytest.skip(missing)
     if not CSRC.is_dir():
         pytest.skip("csrc is not beside the tests")
     folder = tmp_path_factory.mktemp("rails")
     (folder / "main.cpp").write_text(PROGRAM, encoding="utf-8")
-    command = [nvcc, "-std=c++17", "-cudart=none", f"-I{CSRC}", f"-isystem={NCCL}"]
+    command = ["nvcc", "-std=c++17", "-cudart=none", f"-I{CSRC}", f"-isystem={NCCL}"]
     command += [str(folder / "main.cpp"), str(CSRC / "core/rails.cpp"), "-o", str(folder / "main")]
     subprocess.run(command, check=True, timeout=120)
     return folder / "main"
