@@ -25,7 +25,7 @@ from ep_dispatcher.communicator import Reasons, open_communicator, topology_from
 from ep_dispatcher.config import Topology
 from ep_dispatcher.errors import ConfigError, UnavailableError
 from ep_dispatcher.rails import check_topology
-from ep_dispatcher.slurm import adopt_slurm
+from ep_dispatcher.slurm import adopt_slurm, check_place
 
 ROUNDS = 21  # round trips on each rail; the first is not timed
 WAIT_TIMEOUT_S = 10.0
@@ -137,7 +137,7 @@ def probe() -> NcclReport | None:
         UnavailableError: on every rank alike, if any lacks something; says what to do.
         ConfigError: a variable that says where the ranks meet is missing.
     """
-    _check_job()
+    check_place("scripts/doctor_nodes.sbatch")
     dist.init_process_group("gloo")
     try:
         assert dist.group.WORLD is not None
@@ -149,15 +149,6 @@ def probe() -> NcclReport | None:
         return _report(collectives)
     finally:
         dist.destroy_process_group()
-
-
-def _check_job() -> None:
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise ConfigError(
-                f"RANK is set and {name} is not; start the ranks with torchrun or srun (see "
-                "scripts/doctor_nodes.sbatch), or unset RANK to start them here"
-            )
 
 
 def start_ranks(num_ranks: int | None, domain_size: int | None, words: Sequence[str]) -> int:

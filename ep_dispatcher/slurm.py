@@ -1,4 +1,4 @@
-"""Ranks that srun started get the variables that torchrun would have set."""
+"""Variables that say where a rank stands: srun's become torchrun's, and none may be missing."""
 
 from __future__ import annotations
 
@@ -28,3 +28,23 @@ def adopt_slurm(example: str) -> None:
     os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
     os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
     os.environ.setdefault("MASTER_PORT", "29500")
+
+
+def check_place(example: str) -> None:
+    """Refuse a rank that was not told its number, that of all ranks, or where they meet.
+
+    Args:
+        example: a script that starts ranks.
+
+    Raises:
+        ConfigError: names what is missing.
+    """
+    start = f"start the ranks with torchrun or srun (see {example})"
+    if not os.environ.get("RANK"):
+        raise ConfigError(f"RANK is not set; {start}")
+    names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = ", ".join(name for name in names if not os.environ.get(name))
+    if missing:
+        raise ConfigError(
+            f"RANK is set and {missing} is not set; {start}, or unset RANK to start them here"
+        )

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ep_dispatcher.errors import ConfigError, UnavailableError
 from ep_dispatcher.megatron.compat import leave_sms
+from ep_dispatcher.slurm import check_place
 from ep_dispatcher.train.config import TrainConfig
 
 _TIMEOUT = timedelta(minutes=10)  # the first step of a large model compiles and allocates
@@ -69,7 +70,8 @@ def open_runtime(config: TrainConfig) -> Runtime:
         UnavailableError: train.device is "cuda" and this rank sees no GPU, or only some ranks do.
     """
     _set_cuda_defaults(config)
-    rank, num_ranks = _place()
+    check_place("scripts/train.sbatch")
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if num_ranks != config.parallel.num_ranks:
         raise ConfigError(
             f"{num_ranks} ranks were started; the config asks for {config.parallel.num_ranks} "
@@ -105,18 +107,6 @@ def _set_cuda_defaults(config: TrainConfig) -> None:
         # One queue for each stream, or communication waits for compute. Megatron wants 1 with
         # tensor parallelism; MPS has not enough for several ranks of 32.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
-
-def _place() -> tuple[int, int]:
-    """RANK and WORLD_SIZE."""
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-               if not os.environ.get(name)]  # fmt: skip
-    if missing:
-        raise ConfigError(
-            f"{', '.join(missing)} is not set; start ranks with torchrun, srun (scripts/"
-            "train.sbatch) or `ep-dispatcher train`, which set it"
-        )
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def _choose_device(config: TrainConfig) -> torch.device:
