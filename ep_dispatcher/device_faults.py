@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ep_dispatcher.config import Topology
 from ep_dispatcher.errors import AgreementError, CapacityError, EpTimeoutError
 
 PHASES = (  # EpPhase
@@ -71,7 +72,22 @@ def _wanted_room(word: int, rank: int) -> str:
     return f" of {steps * (_ROOM_STEP_BYTES >> 20)} MiB"
 
 
-def failure_of(fault: Any, word: int, ep_rank: int, timeout_s: float) -> Failure:  # noqa: ANN401
+def _behind(topology: Topology, rank: int, peer: int) -> tuple[int, ...]:
+    """Ranks of other domains for whom `peer` may have waited when `rank` waited for it."""
+    domain = topology.domain_of(peer)
+    if rank == peer or topology.domain_of(rank) != domain:
+        return ()
+    others = (other for other in range(topology.num_domains) if other != domain)
+    return tuple(topology.rail_peer(peer, other) for other in others)
+
+
+def failure_of(
+    fault: Any,  # noqa: ANN401
+    word: int,
+    ep_rank: int,
+    timeout_s: float,
+    topology: Topology,
+) -> Failure:
     """The error to raise for a filed fault.
 
     Args:
@@ -79,6 +95,7 @@ def failure_of(fault: Any, word: int, ep_rank: int, timeout_s: float) -> Failure
         word: the error word of its window, if the fault's phase is NO_ROOM; the size is there.
         ep_rank: this rank.
         timeout_s: deadline of a wait.
+        topology: of the group, which says whose wait may lie behind the one that ended.
     """
     if fault.phase == WEIGHTS:
         return AgreementError(
@@ -97,6 +114,7 @@ def failure_of(fault: Any, word: int, ep_rank: int, timeout_s: float) -> Failure
             f"fewer outputs alive; {_FINISHED}"
         )
     phase = PHASES[fault.phase]
+    behind: tuple[int, ...] = ()
     if fault.phase == LEFT:
         text = f"rank {fault.rank} left because of an error of its own, which says more"
     else:
@@ -106,4 +124,10 @@ def failure_of(fault: Any, word: int, ep_rank: int, timeout_s: float) -> Failure
         text = (
             f"rank {fault.rank} waited {timeout_s} s for rank {fault.peer} in {phase!r} ({detail})"
         )
-    return EpTimeoutError(f"{text}; {_FINISHED}", rank=fault.rank, peer=fault.peer, phase=phase)
+        behind = _behind(topology, fault.rank, fault.peer)
+    if behind:
+        ranks = f"rank {behind[0]}" if len(behind) == 1 else f"ranks {', '.join(map(str, behind))}"
+        text += f", which may have waited for {ranks} of other domains itself"
+    return EpTimeoutError(
+        f"{text}; {_FINISHED}", rank=fault.rank, peer=fault.peer, phase=phase, behind=behind
+    )

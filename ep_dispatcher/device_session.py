@@ -179,7 +179,7 @@ class DeviceSession:
         if self._failure is None and self._fault_filed():
             fault = self.module.read_fault(self.fault_address)
             word = self._error_word() if fault.phase == NO_ROOM else 0
-            self._failure = failure_of(fault, word, self.ep_rank, self._timeout_s)
+            self._failure = failure_of(fault, word, self.ep_rank, self._timeout_s, self.topology)
         return self._failure
 
     def _is_faulty(self) -> bool:

@@ -52,11 +52,17 @@ class EpTimeoutError(RuntimeError):
         rank: the rank that waited.
         peer: the rank it waited for.
         phase: what it waited for, for example ``"dispatch: rows"``.
+        behind: ranks of other domains for whom `peer` may have waited itself, when a rank of its
+            own domain waited for it: deadlines of both waits end at about the same time, and only
+            the first to end is told.
     """
 
-    def __init__(self, message: str, *, rank: int, peer: int, phase: str) -> None:
+    def __init__(
+        self, message: str, *, rank: int, peer: int, phase: str, behind: tuple[int, ...] = ()
+    ) -> None:
         """Keep who waited for whom, so that a launcher can act on it."""
         super().__init__(message)
         self.rank = rank
         self.peer = peer
         self.phase = phase
+        self.behind = behind

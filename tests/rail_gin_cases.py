@@ -146,7 +146,7 @@ class Told:
 
     Attributes:
         seconds: until it raised.
-        rank, peer, phase: of the error.
+        rank, peer, phase, behind: of the error.
         closing_s: seconds that closing the group took.
         differ: results of a new group in the same process.
     """
@@ -155,6 +155,7 @@ class Told:
     rank: int
     peer: int
     phase: str
+    behind: tuple[int, ...]
     closing_s: float
     differ: list[str]
 
@@ -227,8 +228,8 @@ def _after(
     closing_s = time.monotonic() - start
     differ = rounds_differ(process_group, case)
     if error is None:
-        return Told(seconds, -1, -1, "", closing_s, differ)
-    return Told(seconds, error.rank, error.peer, error.phase, closing_s, differ)
+        return Told(seconds, -1, -1, "", (), closing_s, differ)
+    return Told(seconds, error.rank, error.peer, error.phase, error.behind, closing_s, differ)
 
 
 def _rounds_until_told(group: EPGroup, given: Inputs, most: int = 5, lag_s: float = 0.0) -> None:

@@ -37,6 +37,7 @@ from ep_dispatcher.residency import RankGpu
 from ep_dispatcher.testing import run_ranks
 
 HEADER = Path(__file__).parents[1] / "csrc" / "api" / "ep_dispatcher.h"
+ONE_DOMAIN = Topology(ep_size=4, domain_size=4)
 CONFIG = EpConfig(shape=MoeShape(hidden=64, num_topk=2, num_experts=8), max_tokens_per_rank=8)
 
 
@@ -124,7 +125,9 @@ def test_a_failure_names_the_ranks_and_the_reason(
     phase: int, kind: type[Exception], words: str
 ) -> None:
     word = device_faults.leaving_word(2, 5 << 20)
-    failure = device_faults.failure_of(fault(phase), word, ep_rank=0, timeout_s=5.0)
+    failure = device_faults.failure_of(
+        fault(phase), word, ep_rank=0, timeout_s=5.0, topology=ONE_DOMAIN
+    )
     assert type(failure) is kind
     assert words in str(failure)
     assert "close it and make a new one" in str(failure)
@@ -141,13 +144,42 @@ def test_a_failure_names_the_ranks_and_the_reason(
 )
 def test_a_size_that_was_overwritten_is_not_told(word: int) -> None:
     """The fault keeps the phase that its kernel saw, the word whatever was set last."""
-    failure = device_faults.failure_of(fault(device_faults.NO_ROOM), word, ep_rank=0, timeout_s=5.0)
+    failure = device_faults.failure_of(
+        fault(device_faults.NO_ROOM), word, ep_rank=0, timeout_s=5.0, topology=ONE_DOMAIN
+    )
     assert "rank 2 left: it had no room for output rows; give all ranks" in str(failure)
 
 
 def test_the_rank_that_waited_says_what_it_saw() -> None:
-    failure = device_faults.failure_of(fault(4), 0, ep_rank=2, timeout_s=5.0)
+    failure = device_faults.failure_of(fault(4), 0, ep_rank=2, timeout_s=5.0, topology=ONE_DOMAIN)
     assert "channel 1: expected 7, seen 6" in str(failure)
+
+
+@pytest.mark.parametrize(
+    ("domain_size", "waited", "behind", "words"),
+    [
+        (4, (2, 3), (7, 11), "(told by that rank), which may have waited for ranks 7, 11 of other"),
+        (6, (2, 3), (9,), "(told by that rank), which may have waited for rank 9 of other domains"),
+        (4, (2, 6), (), "(told by that rank); this group"),
+        (4, (3, 3), (), "(told by that rank); this group"),
+        (12, (2, 3), (), "(told by that rank); this group"),
+    ],
+    ids=["three domains", "two domains", "across domains", "own blocks", "one domain"],
+)
+def test_a_wait_inside_a_domain_names_whose_rail_may_lie_behind_it(
+    domain_size: int, waited: tuple[int, int], behind: tuple[int, ...], words: str
+) -> None:
+    """The rank that is waited for may wait for its rail itself, and its wait end no sooner."""
+    failure = device_faults.failure_of(
+        fault(4, *waited),
+        0,
+        ep_rank=0,
+        timeout_s=5.0,
+        topology=Topology(ep_size=12, domain_size=domain_size),
+    )
+    assert isinstance(failure, EpTimeoutError)
+    assert failure.behind == behind
+    assert words in str(failure)
 
 
 @pytest.mark.parametrize(("wanted_bytes", "steps"), [(1, 1), (5 << 20, 3), (1 << 50, 0xFFFF)])

@@ -38,6 +38,7 @@ def check_told(domains: Domains, answers: list[cases.Told], culprits: set[int]) 
         )
         assert blames, f"{culprits} are to blame, but rank {ep_rank} was told {told}: {answers}"
     named = {told.peer for told in answers} | {told.rank for told in answers}
+    named.update(*(told.behind for told in answers))
     assert named & culprits, f"{culprits} of {domains.num_ranks} ranks are to blame: {answers}"
 
 
