@@ -18,6 +18,7 @@ from ep_dispatcher import native
 from ep_dispatcher.agreement import gather_json
 from ep_dispatcher.collectives import Collectives
 from ep_dispatcher.config import EpConfig, Topology
+from ep_dispatcher.device_limits import config_reason
 from ep_dispatcher.device_session import DeviceSession
 from ep_dispatcher.device_wait import wait_for_answer
 from ep_dispatcher.errors import AgreementError, ConfigError, RoutingError, ShapeError
@@ -27,9 +28,6 @@ from ep_dispatcher.residency import RankGpu
 DTYPE_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}  # EpDtype
 _FORM_CODES = {"push": 0, "gather": 1}  # EpCombineForm
 _DUPLICATE_CODES = {"sender": 0, "receiver": 1}  # EpDuplicate
-_MAX_TOPK = 64  # EP_MAX_TOPK
-_MAX_EXPERTS = 2048  # EP_MAX_EXPERTS
-_MAX_ROWS = (1 << 31) - 1  # rows travel as 32-bit words
 _REFUSED_ALIGNMENT = 4095  # no power of two, so no rank can have asked for it
 _TICKET_BYTES = 8
 _WAIT_SLICE_S = 0.05
@@ -43,29 +41,6 @@ def unavailable_reason(config: EpConfig) -> str | None:
     if not torch.cuda.is_available():
         return "no GPU is visible to torch"
     return native.missing_reason()
-
-
-def config_reason(config: EpConfig) -> str | None:
-    """Say in one sentence why no machine runs a config on the device tier; None if one may."""
-    if config.shape.dtype == "float64":
-        return "float64 rows run in the reference tier only"
-    if config.shape.num_topk > _MAX_TOPK:
-        return (
-            f"num_topk is {config.shape.num_topk}; the device tier carries at most {_MAX_TOPK} "
-            "slots a token (padding experts to a capacity makes a slot of every expert: turn "
-            "moe_pad_expert_input_to_capacity off, or take the reference tier)"
-        )
-    if config.shape.num_experts > _MAX_EXPERTS:
-        return (
-            f"num_experts is {config.shape.num_experts}; the device tier takes at most "
-            f"{_MAX_EXPERTS}: use fewer experts, or take the reference tier"
-        )
-    if config.recv_capacity_rows is not None and config.recv_capacity_rows > _MAX_ROWS:
-        return (
-            f"recv_capacity_rows is {config.recv_capacity_rows}; the device tier takes at most "
-            f"{_MAX_ROWS} rows"
-        )
-    return None
 
 
 Given = ParamSpec("Given")
@@ -152,6 +127,11 @@ class DeviceBackend:
     def topology(self) -> Topology:
         """Domains, as NCCL sees them."""
         return self._topology
+
+    @property
+    def heap_bytes(self) -> int:
+        """Memory that output rows are cut from, as `device_memory.heap_bytes_of` sized it."""
+        return self._session.outputs.heap_bytes
 
     @_on_its_gpu
     def plan(self, topk_idx: Tensor | None, alignment: int, refusal: str | None) -> Plan | None:

@@ -19,9 +19,11 @@ from ep_dispatcher import native
 from ep_dispatcher.agreement import gather_json
 from ep_dispatcher.closing import Closing
 from ep_dispatcher.collectives import Collectives
+from ep_dispatcher.combine_form import choose_combine
 from ep_dispatcher.communicator import Reasons, open_communicator, topology_from
 from ep_dispatcher.config import EpConfig
 from ep_dispatcher.device_faults import NO_ROOM, Failure, failure_of, filer_of, leaving_word
+from ep_dispatcher.device_limits import config_reason
 from ep_dispatcher.device_memory import OutputPool, heap_bytes_of
 from ep_dispatcher.errors import ClosedError, EpTimeoutError, UnavailableError
 from ep_dispatcher.plan import Placement
@@ -126,13 +128,13 @@ class DeviceSession:
                 raise. All is freed here.
         """
         self._is_closed = True
-        if failed or self._is_faulty():
-            self._leave()
-        self.outputs.close()
-        torch.cuda.synchronize(self.device)
-        unraised = None if failed or self._failure is not None else self._known_failure()
         all_close = False
         try:
+            if failed or self._is_faulty():
+                self._leave()
+            self.outputs.close()
+            torch.cuda.synchronize(self.device)  # raises where the CUDA context is gone
+            unraised = None if failed or self._failure is not None else self._known_failure()
             if not failed and not self._is_faulty() and filer_of(self._error_word()) < 0:
                 all_close = self._closing.all_close(self._timeout_s)
         finally:
@@ -193,18 +195,27 @@ class DeviceSession:
         return int(self._arena.read_word(self.context.window.error))
 
 
-def open_session(collectives: Collectives, config: EpConfig, placement: Placement) -> DeviceSession:
+def open_session(
+    collectives: Collectives, config: EpConfig, placement: Placement, *, gpus_are_shared: bool
+) -> DeviceSession:
     """Open the device tier on all ranks; collective.
+
+    Args:
+        collectives: over all ranks.
+        config: of the group.
+        placement: owner of each expert.
+        gpus_are_shared: whether two ranks have the same GPU, which decides the form of combine.
 
     Raises:
         UnavailableError: on every rank alike, if any rank cannot; names the first and says why.
+        ConfigError: on every rank alike; see `choose_combine`.
     """
     _refuse_threads(collectives)
     closing = Closing(collectives)
     communicator = open_communicator(collectives)
     opened = _Opened(communicator)
     try:
-        return _open_over(opened, collectives, closing, config, placement)
+        return _open_over(opened, collectives, closing, config, placement, gpus_are_shared)
     except BaseException:
         opened.abandon()
         raise
@@ -233,19 +244,25 @@ def _open_over(
     closing: Closing,
     config: EpConfig,
     placement: Placement,
+    gpus_are_shared: bool,
 ) -> DeviceSession:
     """What `open_session` does once there is a communicator."""
     communicator, reasons = opened.communicator, Reasons(collectives)
     num_domains = communicator.properties().num_domains
     topology = topology_from(num_domains, collectives.size, config.virtual_domain_size)
     check_topology(topology)
+    reason = config_reason(config, topology.num_domains)
+    if reason is not None:
+        raise UnavailableError(reason)
+    form = choose_combine(config, topology, gpus_are_shared=gpus_are_shared)
     domain = DomainView(topology, placement, collectives.rank)
     module = native.load()
     with reasons:
         check_table_fits(placement, topology.domain_size, module.MAX_BASE_ENTRIES)
         control_bytes = control_bytes_of(module, config, domain)
         control_bytes = -(-control_bytes // _HEAP_ALIGNMENT_BYTES) * _HEAP_ALIGNMENT_BYTES
-        opened.arena = module.Arena(communicator, control_bytes, heap_bytes_of(config, topology))
+        heap_bytes = heap_bytes_of(config, topology, form)
+        opened.arena = module.Arena(communicator, control_bytes, heap_bytes)
     reasons.agree()
     with reasons:
         opened.arena.share()

@@ -25,7 +25,7 @@ from ep_dispatcher.accounting import (
     side_bytes,
     source_traffic,
 )
-from ep_dispatcher.device import config_reason
+from ep_dispatcher.device_limits import config_reason
 from ep_dispatcher.errors import UnavailableError
 from ep_dispatcher.group import placement_of
 from ep_dispatcher.megatron.routes import fold_tensor_ranks  # needs nothing of megatron
@@ -136,7 +136,7 @@ def _refusal(question: PlanQuestion) -> str | None:
         UnavailableError: the same, where the config asks for that tier.
     """
     try:
-        reason = config_reason(question.config)
+        reason = config_reason(question.config, question.topology.num_domains)
         if reason is not None:
             raise UnavailableError(reason)
         check_world(question.config, question.topology)

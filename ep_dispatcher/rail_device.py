@@ -128,7 +128,8 @@ def open_backend(collectives: Collectives, config: EpConfig, placement: Placemen
     """
     gpus = gpus_of(collectives)
     check_blocks_fit(config.tuning.num_sms, gpus)
-    session = open_session(collectives, config, placement)
+    shared = gpus_are_shared(gpus)
+    session = open_session(collectives, config, placement, gpus_are_shared=shared)
     try:
         return _backend_over(session, collectives, config, placement, gpus)
     except BaseException as error:

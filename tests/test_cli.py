@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ep_dispatcher import cli, device, doctor_nccl
+from ep_dispatcher import cli, device_limits, doctor_nccl
 from ep_dispatcher._version import __version__
 from ep_dispatcher.config import EpConfig, MoeShape
 from ep_dispatcher.device import unavailable_reason
@@ -125,6 +125,10 @@ def test_plan_has_no_memory_for_a_world_that_the_device_tier_refuses(
     [
         ("hidden: 8, num_topk: 80, num_experts: 128", "num_topk is 80; .* at most 64"),
         ("hidden: 8, num_topk: 2, num_experts: 4096", "num_experts is 4096; .* at most 2048"),
+        (
+            "hidden: 1073741824, num_topk: 2, num_experts: 8",
+            "hidden is 1073741824; .* at most 268435456 elements",
+        ),
     ],
 )
 def test_plan_says_which_tier_takes_a_shape(
@@ -148,12 +152,32 @@ def test_plan_says_which_tier_takes_a_shape(
     assert re.search(reason, line)
 
 
+@pytest.mark.parametrize(
+    ("domains", "tokens", "refused"),
+    [(1, 32767, False), (1, 32768, True), (4, 8191, False), (4, 8192, True)],
+)
+def test_plan_says_how_many_tokens_the_device_tier_takes(
+    domains: int, tokens: int, refused: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over several domains a rank is home of the tokens of its whole rail."""
+    path = tmp_path / "shape.yaml"
+    shape = "{hidden: 64, num_topk: 64, num_experts: 2048}"
+    path.write_text(f"ep_dispatcher:\n  shape: {shape}\n  max_tokens_per_rank: {tokens}\n")
+    words = ["plan", "--config", str(path), "--ranks", "4", "--domains", str(domains)]
+    told = report([*words, "--tokens", "8"], capsys)["device_tier_refuses"]
+    assert (told is not None) == refused
+    if refused:
+        assert f"max_tokens_per_rank is {tokens}; with num_topk 64" in told
+        assert f"at most {tokens - 1} " in told
+
+
 def test_the_largest_shapes_are_those_of_the_c_interface() -> None:
-    header = Path(device.__file__).resolve().parents[1] / "csrc/api/ep_dispatcher.h"
+    header = Path(device_limits.__file__).resolve().parents[1] / "csrc/api/ep_dispatcher.h"
     if not header.is_file():
         pytest.skip("csrc is not beside the package, so there is no header to compare with")
-    for name, value in (("TOPK", device._MAX_TOPK), ("EXPERTS", device._MAX_EXPERTS)):
-        assert re.findall(rf"EP_MAX_{name} = (\d+)", header.read_text()) == [str(value)]
+    for name in ("TOPK", "EXPERTS"):
+        told = re.findall(rf"EP_MAX_{name} = (\d+)", header.read_text())
+        assert told == [str(getattr(device_limits, f"MAX_{name}"))]
 
 
 def test_plan_of_one_rank_sends_nothing(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ep_dispatcher import ConfigError, EpConfig, EPGroup, MoeShape, Topology, Tuning
+from ep_dispatcher import (
+    ConfigError,
+    EpConfig,
+    EPGroup,
+    MoeShape,
+    Topology,
+    Tuning,
+    UnavailableError,
+    device_session,
+)
+from ep_dispatcher.collectives import Collectives
 from ep_dispatcher.combine_form import choose_combine, link_ratio
 from ep_dispatcher.config import Combine, Precision
+from ep_dispatcher.device_memory import heap_bytes_of
 from ep_dispatcher.errors import ShapeError
+from ep_dispatcher.plan import Placement
 from ep_dispatcher.testing import run_ranks
 
 
@@ -99,3 +112,50 @@ def test_empty_rows_fit_their_plan_and_no_other_group() -> None:
 def _raises(kind: type[Exception], call: Callable[[], object]) -> None:
     with pytest.raises(kind):
         call()
+
+
+def test_the_default_heap_is_that_of_the_form_that_runs() -> None:
+    """Four outputs of a balanced routing to push, six to gather; "auto" is no form."""
+    shape = MoeShape(hidden=7168, num_topk=8, num_experts=256)
+    config = EpConfig(shape=shape, max_tokens_per_rank=4096)
+    output_bytes = 4096 * 8 * (7168 * 2 + 4)
+    sizes: list[tuple[Combine, int]] = [("push", 4), ("gather", 6)]
+    for form, outputs in sizes:
+        wanted = outputs * output_bytes
+        found = heap_bytes_of(config, one_domain(8), form)
+        assert wanted <= found < wanted + (2 << 20)
+
+
+@pytest.mark.parametrize(("shared", "outputs"), [(False, 4), (True, 6)])
+def test_a_group_asks_for_the_heap_of_its_form(
+    shared: bool, outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 ranks push unless they share a GPU, where nothing goes over a link."""
+    asked: list[int] = []
+
+    def arena(_communicator: object, _control_bytes: int, heap_bytes: int) -> None:
+        asked.append(heap_bytes)
+        raise RuntimeError("no memory")
+
+    communicator = SimpleNamespace(
+        properties=lambda: SimpleNamespace(num_domains=1), abort=lambda: None
+    )
+    module = SimpleNamespace(MAX_BASE_ENTRIES=16384, Arena=arena)
+    for name, stand_in in {
+        "open_communicator": lambda _: communicator,
+        "native": SimpleNamespace(load=lambda: module),
+        "control_bytes_of": lambda *_: 4096,
+        "_refuse_threads": lambda _: None,
+    }.items():
+        monkeypatch.setattr(device_session, name, stand_in)
+    shape = MoeShape(hidden=7168, num_topk=8, num_experts=256)
+    config = EpConfig(shape=shape, max_tokens_per_rank=4096)
+
+    def refused(process_group: dist.ProcessGroup) -> None:
+        with pytest.raises(UnavailableError, match="no memory"):
+            device_session.open_session(
+                Collectives(process_group), config, Placement.even(256, 8), gpus_are_shared=shared
+            )
+
+    run_ranks(8, refused)
+    assert {size // (4096 * 8 * (7168 * 2 + 4)) for size in asked} == {outputs}

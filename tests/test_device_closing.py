@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ep_dispatcher import ClosedError, EpTimeoutError, RoutingError
 from ep_dispatcher.closing import Closing
 from ep_dispatcher.collectives import Collectives
+from ep_dispatcher.config import Topology
 from ep_dispatcher.device import DeviceBackend
 from ep_dispatcher.device_session import DeviceSession
 from ep_dispatcher.testing import run_ranks
@@ -40,6 +41,7 @@ class Session:
         """Open; collective."""
         self.freed = ""
         session: Any = DeviceSession.__new__(DeviceSession)
+        session.topology = Topology(ep_size=NUM_RANKS, domain_size=NUM_RANKS)
         session.ep_rank, session.rails, session.device = collectives.rank, None, None
         self.module = SimpleNamespace(read_fault=lambda _: SimpleNamespace(filed=0))
         session.module = self.module
@@ -110,6 +112,27 @@ def test_nobody_waits_for_a_rank_that_has_failed(monkeypatch: pytest.MonkeyPatch
         session.close(failed=True)
 
     for ended in ends(monkeypatch, fail):
+        assert (ended.freed, ended.error, ended.in_step) == ("alone", None, True)
+        assert ended.seconds < SOON_S
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_rank_whose_gpu_is_gone_frees_its_part_and_tells_the_others(
+    monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    """Its close raises what CUDA said, and they do not wait for it."""
+
+    def synchronize(device: object) -> None:
+        if device == "gone":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def lose(session: Session) -> None:
+        monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+        session.close.__self__.device = "gone"  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            session.close(failed=failed)
+
+    for ended in ends(monkeypatch, lose):
         assert (ended.freed, ended.error, ended.in_step) == ("alone", None, True)
         assert ended.seconds < SOON_S
 

@@ -288,7 +288,9 @@ def test_a_session_that_one_rank_cannot_make_is_refused_on_all(
 
     def refusal(process_group: dist.ProcessGroup) -> str:
         with pytest.raises(UnavailableError) as refused:
-            device_session.open_session(Collectives(process_group), CONFIG, Placement.even(8, 2))
+            device_session.open_session(
+                Collectives(process_group), CONFIG, Placement.even(8, 2), gpus_are_shared=False
+            )
         return str(refused.value)
 
     assert run_ranks(2, refusal) == ["on rank 1: no pinned memory"] * 2
@@ -325,7 +327,7 @@ def test_a_session_is_closed_if_no_group_comes_of_it(
 
     for name, stand_in in {
         "gpus_of": lambda _: [RankGpu("a", 32), RankGpu("b", 32)],
-        "open_session": lambda *_: session,
+        "open_session": lambda *_, **__: session,
         "DeviceBackend": backend,
         "RailBackend": backend,
     }.items():

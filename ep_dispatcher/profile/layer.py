@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_dispatcher.bench.results import ResultLog, log_of_module, summarise_times
-from ep_dispatcher.device_memory import heap_bytes_of
+from ep_dispatcher.device import DeviceBackend
 from ep_dispatcher.errors import ConfigError
 from ep_dispatcher.launch import OK
 from ep_dispatcher.megatron.options import OverlapOptions
@@ -449,8 +449,8 @@ def _report(bench: LayerBench, config: TrainConfig, runtime: Runtime, log: Resul
 
 def _arena_bytes(variant: Variant) -> int | None:
     """What our groups hold for rows whether or not there are any; None off the device tier."""
-    groups = [lease.group for lease in variant.plugin.pool._leases.values()]
-    sizes = [heap_bytes_of(each.config, each.topology) for each in groups if each.tier == "device"]
+    backends = [lease.group._open_backend() for lease in variant.plugin.pool._leases.values()]
+    sizes = [each.heap_bytes for each in backends if isinstance(each, DeviceBackend)]
     return sum(sizes) if sizes else None
 
 
