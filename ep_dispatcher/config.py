@@ -11,6 +11,7 @@ from ep_dispatcher.errors import ConfigError
 
 ROW_ALIGNMENT_BYTES = 16  # the bulk copy engine and 16-byte vector loads need it
 MAX_TOKENS_PER_RANK = 1 << 20  # token numbers travel in 32-bit words beside 12 other bits
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-3, 3600.0  # shorter, and healthy ranks are taken for lost
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 Tier = Literal["auto", "reference", "device"]
@@ -136,8 +137,12 @@ class Tuning:
         """Check every field against its range."""
         _check_int("num_sms", self.num_sms, 1, 128)
         _check_int("chunk_tokens", self.chunk_tokens, 1, 1024)
-        if not _is_number(self.timeout_s) or not 0 < self.timeout_s <= 3600:
-            raise ConfigError(f"timeout_s is {self.timeout_s!r}; it must be in (0, 3600] seconds")
+        if not _is_number(self.timeout_s) or not MIN_TIMEOUT_S <= self.timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"timeout_s is {self.timeout_s!r}; it must be in [{MIN_TIMEOUT_S}, "
+                f"{MAX_TIMEOUT_S:.0f}] seconds, and above any time that a rank may be behind: "
+                f"leave it at {Tuning.timeout_s:.0f} if in doubt"
+            )
         if self.duplicates not in ("auto", "sender", "receiver"):
             raise ConfigError(
                 f"duplicates is {self.duplicates!r}; it must be 'auto', 'sender' or 'receiver'"
@@ -158,7 +163,8 @@ class EpConfig:
         recv_capacity_rows: None for eager mode (exact sizes, one wait of a few bytes); a row
             count for static mode (fixed sizes; rows past it are dropped and reported).
         output_bytes: device tier: memory that output rows are cut from; all outputs that are alive
-            at a time must fit. None for four outputs of a balanced routing.
+            at a time must fit. None for four outputs of a balanced routing, six where combine
+            gathers (`device_memory.heap_bytes_of`).
         virtual_domain_size: split a domain into smaller ones, for tests and ablations.
         expert_rank: the rank of each expert; None for equal consecutive blocks.
         precision: "rounded" rounds each rank's and each domain's partial sum to `dtype`;

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import weakref
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from ep_dispatcher.backend import Backend
 from ep_dispatcher.collectives import Collectives
 from ep_dispatcher.config import EpConfig, Topology, Tuning, check_alignment
 from ep_dispatcher.errors import (
+    AgreementError,
     ClosedError,
     ConfigError,
     EpError,
@@ -76,19 +78,18 @@ class EPGroup:
             config: equal on all ranks.
 
         Raises:
-            AgreementError: configs differ; names the rank, the field and both values.
+            AgreementError: configs differ, or another rank passed no EpConfig; names the rank, the
+                field and both values.
             ConfigError: no EpConfig, or one that does not fit the number of ranks.
             TypeError: process_group is no group, or one that this rank is not a member of.
             UnavailableError: tier "device" was asked for and a rank lacks something; says what.
         """
-        if not isinstance(config, EpConfig):
-            raise ConfigError(f"config is {config!r}; it must be an EpConfig (see from_dict)")
         collectives = Collectives(_group_or_default(process_group))
-        told = gather_json(collectives, (config_values(config), device.unavailable_reason(config)))
-        check_equal_configs([values for values, _ in told])
+        told = gather_json(collectives, _introduction(config))
+        _check_configs(config, told)
         topology = topology_of(config, collectives.size)
         placement = placement_of(config, collectives.size)
-        tier, why = _choose_tier(config, [reason for _, reason in told])
+        tier, why = _choose_tier(config, [each["refusal"] for each in told])
         backend: Backend = ReferenceBackend(collectives, config, topology, placement)
         if tier == "device":
             try:
@@ -102,6 +103,8 @@ class EPGroup:
             backend = LedgerBackend(backend, collectives, every_call=tier == "reference")
         if collectives.rank == 0:
             logger.info("group of %d ranks: tier %s (%s)", collectives.size, tier, why)
+            if tier != "device" and any(each["sees_gpu"] for each in told):
+                _warn_of_fallback(config, why)
             _warn_of_idle_knobs(config)
         return cls(config, topology, tier, backend, collectives.rank)
 
@@ -294,6 +297,45 @@ def _group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGr
             "for the default one"
         )
     return process_group
+
+
+def _introduction(config: object) -> dict[str, Any]:
+    """What a rank tells the others before it opens anything; plain values."""
+    if not isinstance(config, EpConfig):
+        return {"instead": type(config).__name__}
+    return {
+        "config": config_values(config),
+        "refusal": device.unavailable_reason(config),
+        "sees_gpu": torch.cuda.is_available(),
+    }
+
+
+def _check_configs(config: object, told: list[dict[str, Any]]) -> None:
+    """Raise on all ranks unless all passed an EpConfig, and the same.
+
+    Raises:
+        ConfigError: this rank passed something else.
+        AgreementError: another did, or they differ.
+    """
+    if not isinstance(config, EpConfig):
+        raise ConfigError(f"config is {config!r}; it must be an EpConfig (see from_dict)")
+    for rank, each in enumerate(told):
+        if "instead" in each:
+            raise AgreementError(
+                f"rank {rank} passed a {each['instead']} for config; it must be an EpConfig, the "
+                "same on all ranks; its own error says more"
+            )
+    check_equal_configs([each["config"] for each in told])
+
+
+def _warn_of_fallback(config: EpConfig, why: str) -> None:
+    """Whoever has GPUs takes "auto" for the kernels, so must see where it is not."""
+    if config.tier == "auto":
+        logger.warning(
+            "tier is 'auto' and takes the reference tier, which is much slower: %s. Mend that, or "
+            "set tier to 'reference' if it is meant so, to 'device' to be stopped by it",
+            why,
+        )
 
 
 def _warn_of_idle_knobs(config: EpConfig) -> None:

@@ -75,6 +75,8 @@ def test_config_is_checked(changes: dict[str, Any], says: str) -> None:
         ({"chunk_tokens": 0}, "chunk_tokens is 0"),
         ({"timeout_s": 0}, "timeout_s is 0; it must be in"),
         ({"timeout_s": float("nan")}, "timeout_s is nan"),
+        ({"timeout_s": 1e-12}, r"timeout_s is 1e-12; it must be in \[0\.001, 3600\] seconds, and"),
+        ({"timeout_s": float("nan")}, "timeout_s is nan; it must be in"),
         ({"timeout_s": "30"}, "timeout_s is '30'; it must be in"),
         ({"timeout_s": True}, "timeout_s is True"),
         ({"duplicates": "both"}, "duplicates is 'both'; it must be 'auto', 'sender' or"),

@@ -44,7 +44,7 @@ def test_section_becomes_the_config_of_a_group() -> None:
         ({"alignment": 3}, r"alignment is 3; it must be a power of two"),
         ({"precision": "high"}, r"precision is 'high'; it must be"),
         ({"max_tokens_per_rank": -1}, r"max_tokens_per_rank is -1; it must be"),
-        ({"timeout_s": 0}, r"timeout_s is 0; it must be in \(0, 3600\]"),
+        ({"timeout_s": 0}, r"timeout_s is 0; it must be in \[0\.001, 3600\]"),
         ({"overlap": {"chunks": 0}}, r"overlap.chunks is 0; it must be 'auto' or a whole number"),
         ({"overlap": {"chunks": "many"}}, r"overlap.chunks is 'many'; it must be 'auto' or"),
         ({"overlap": {"chunks": True}}, r"overlap.chunks is True; it must be 'auto' or"),
