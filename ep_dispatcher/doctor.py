@@ -177,7 +177,12 @@ def _native_module(capabilities: native.Capabilities) -> Finding:
         return Finding("native module", fact, "absent", step or found)
     built = f"built with CUDA {capabilities.cuda_compiled}, NCCL {capabilities.nccl_compiled}"
     driver = capabilities.driver_cuda
-    return Finding("native module", f"{built}; driver: {f'CUDA {driver}' if driver else 'none'}")
+    value = f"{built}; driver: {f'CUDA {driver}' if driver else 'none'}"
+    stale = native.stale_reason()
+    if stale is not None:
+        fact, _, step = stale.partition(": ")
+        return Finding("native module", f"{value}; {fact}", "problem", step)
+    return Finding("native module", value)
 
 
 def _nccl_of_torch() -> Finding:

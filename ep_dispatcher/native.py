@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 from dataclasses import asdict, dataclass
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from ep_dispatcher import _C
 
 OLDEST_COMPUTE_CAPABILITY = 90  # the bulk copy engine; 10 * major + minor
+_SOURCE_FOLDERS = ("api", "bindings", "core", "kernels", "transport")  # of csrc, as in setup.py
+_REBUILD = "python setup.py build_ext --inplace"
 _HOW_TO_BUILD = (
     "install ep_dispatcher again where nvcc is on PATH and the NCCL wheel is installed "
     "(pip install --no-deps 'nvidia-nccl-cu13>=2.30.7', cu12 for CUDA 12)"
@@ -101,6 +104,32 @@ def open_nccl() -> _C.NcclLibrary:
 def missing_reason() -> str | None:
     """Why the device tier cannot run on this machine, in one sentence; None where it can."""
     return capabilities().missing
+
+
+def stale_reason(package: Path = Path(__file__).parent) -> str | None:
+    """Say in one sentence that the module is older than its sources; None where it is not.
+
+    By file times, like `scripts/shared_gpu.sh`: a build makes the module newer than all of them.
+    Nothing is said where there is no module, or no csrc beside the package, as once installed.
+
+    Args:
+        package: folder of ep_dispatcher.
+    """
+    names = (f"_C{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    module = next((package / name for name in names if (package / name).is_file()), None)
+    root = package.resolve().parent
+    folders = [root / "csrc" / name for name in _SOURCE_FOLDERS]
+    sources = [path for folder in folders for path in folder.glob("*.[ch]*")]
+    if module is None or not sources:
+        return None
+    sources += [path for path in [root / "setup.py"] if path.is_file()]
+    newest = max(sources, key=lambda path: path.stat().st_mtime)
+    if newest.stat().st_mtime <= module.stat().st_mtime:
+        return None
+    return (
+        f"the native module {module.name} is older than {newest.relative_to(root)}: rebuild it "
+        f"with `{_REBUILD}`"
+    )
 
 
 def capabilities() -> Capabilities:

@@ -1,15 +1,18 @@
-"""Markers become skips that say what is missing; Hypothesis profiles; the loopback plugin."""
+"""Markers become skips with the reason; an old native module is told of; Hypothesis; the plugin."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from ep_dispatcher import native
 
 _SLOW_WORLDS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
@@ -23,6 +26,8 @@ settings.register_profile(
     suppress_health_check=_SLOW_WORLDS,
 )
 settings.load_profile("dev")
+
+_STALE = native.stale_reason()
 
 # Files that take over 30 s. They start first, so that no worker ends with one of them alone.
 _LONG_FILES = (
@@ -55,6 +60,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"needs {needed} GPU(s); torch sees {found} here")
     if item.get_closest_marker("multinode") is not None and "SLURM_JOB_ID" not in os.environ:
         pytest.skip("needs several hosts joined by RDMA; runs inside a SLURM job only")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Tell with each failure that the native module is not what the sources say, if so.
+
+    It ends no run: file times also change where a checkout goes to another commit and back.
+    """
+    report = yield
+    if _STALE is not None and report.failed:
+        report.sections.append(("what may be the cause", _STALE))
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter,
+) -> Generator[None, None, None]:
+    """Tell it once more behind the list of failures, where it is read."""
+    yield
+    if _STALE is not None:
+        terminalreporter.write_line(f"WARNING: {_STALE}", red=True)
 
 
 @pytest.fixture(scope="session")

@@ -72,6 +72,16 @@ def test_a_bare_machine_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch)
     assert found["transformer-engine"].state == "absent"
 
 
+def test_a_module_older_than_its_sources_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "capabilities", capabilities)
+    for stale, state in ((None, "ok"), ("the module is older than a.cu: rebuild it", "problem")):
+        monkeypatch.setattr(native, "stale_reason", lambda stale=stale: stale)
+        found = findings_of(doctor.diagnose())["native module"]
+        assert found.state == state
+        assert found.next_step == ("rebuild it" if stale else "")
+    assert found.value.endswith("; the module is older than a.cu")
+
+
 @pytest.mark.parametrize(("capability", "state"), [((9, 0), "ok"), ((8, 0), "problem")])
 def test_gpus_older_than_the_kernels_are_a_problem(
     capability: tuple[int, int], state: str, monkeypatch: pytest.MonkeyPatch

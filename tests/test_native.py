@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from ep_dispatcher import EpConfig, MoeShape, UnavailableError, device, native
+from ep_dispatcher import EpConfig, MoeShape, UnavailableError, device, device_limits, native
 from ep_dispatcher.device_session import check_table_fits
+from ep_dispatcher.memory import partial_bytes
 from ep_dispatcher.plan import Placement
 
 TOO_OLD = 22809
@@ -144,6 +148,101 @@ def test_a_capacity_past_32_bits_is_refused() -> None:
     shape = MoeShape(hidden=64, num_topk=2, num_experts=8)
     config = EpConfig(shape=shape, max_tokens_per_rank=8, recv_capacity_rows=1 << 31)
     assert "recv_capacity_rows is 2147483648" in str(device.unavailable_reason(config))
+
+
+@built
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_topk": 64, "num_experts": 2048, "max_tokens": 32767}, None),
+        (
+            {"num_topk": 64, "num_experts": 2048, "max_tokens": 32768},
+            "max_tokens_per_rank is 32768",
+        ),
+        ({"num_topk": 3, "num_experts": 2048, "max_tokens": 699050}, None),
+        (
+            {"num_topk": 3, "num_experts": 2048, "max_tokens": 699051},
+            "max_tokens_per_rank is 69905",
+        ),
+        ({"num_topk": 64, "num_experts": 65, "max_tokens": 524287}, None),
+        (
+            {"num_topk": 64, "num_experts": 65, "max_tokens": 524288},
+            "max_tokens_per_rank is 524288",
+        ),
+        ({"hidden": 1 << 28}, None),
+        ({"hidden": (1 << 28) + 8, "precision": "exact"}, "hidden is 268435464"),
+    ],
+)
+def test_what_the_c_interface_has_no_room_for_is_refused_in_the_users_names(
+    changes: dict[str, Any], says: str | None
+) -> None:
+    """At the same numbers: the largest that the layout takes is taken, the next is refused."""
+    sizes = {"num_topk": 2, "num_experts": 8, "hidden": 64, "max_tokens": 8} | changes
+    shape = MoeShape(**{name: sizes[name] for name in ("num_topk", "num_experts", "hidden")})
+    config = EpConfig(
+        shape=shape,
+        max_tokens_per_rank=sizes["max_tokens"],
+        precision=sizes.get("precision", "rounded"),
+    )
+    reason = device_limits.config_reason(config)
+    assert reason is None if says is None else says in str(reason)
+    module = native.load()
+    layout = module.WindowShape(
+        ep_size=4, num_experts=shape.num_experts, num_topk=shape.num_topk, num_channels=1,
+        ring_depth=16, max_tokens=config.max_tokens_per_rank, partial_bytes=partial_bytes(config),
+    )  # fmt: skip
+    if says is None:
+        module.WindowLayout(layout)
+    else:
+        with pytest.raises(ValueError, match=r"max_tokens x num_topk|partial_bytes"):
+            module.WindowLayout(layout)
+
+
+def checkout(folder: Path) -> tuple[Path, Path]:
+    """A source checkout with a module that was just built; the package and the module."""
+    package = folder / "ep_dispatcher"
+    module = package / ("_C" + sysconfig.get_config_var("EXT_SUFFIX"))
+    sources = ("setup.py", "csrc/core/args.h", "csrc/kernels/route.cu", "csrc/testing/kernels.cpp")
+    for file in (*(folder / name for name in sources), module):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        os.utime(file, (1000, 1000))
+    return package, module
+
+
+@pytest.mark.parametrize("changed", ["csrc/core/args.h", "csrc/kernels/route.cu", "setup.py"])
+def test_a_module_older_than_a_source_is_told_of_until_it_is_built_again(
+    changed: str, tmp_path: Path
+) -> None:
+    package, module = checkout(tmp_path)
+    assert native.stale_reason(package) is None
+    os.utime(tmp_path / changed, (2000, 2000))
+    assert f"{module.name} is older than {changed}: rebuild" in str(native.stale_reason(package))
+    os.utime(module, (3000, 3000))
+    assert native.stale_reason(package) is None
+
+
+def test_only_what_the_module_is_made_of_counts(tmp_path: Path) -> None:
+    """Neither other modules' sources; nor anything without a module, or once installed."""
+    package, module = checkout(tmp_path)
+    os.utime(tmp_path / "csrc/testing/kernels.cpp", (2000, 2000))
+    assert native.stale_reason(package) is None
+    os.utime(tmp_path / "setup.py", (2000, 2000))
+    assert native.stale_reason(package) is not None
+    shutil.rmtree(tmp_path / "csrc")
+    assert native.stale_reason(package) is None
+    package, module = checkout(tmp_path)
+    os.utime(tmp_path / "setup.py", (2000, 2000))
+    module.unlink()
+    assert native.stale_reason(package) is None
+
+
+def test_the_folders_of_the_module_are_those_that_are_compiled() -> None:
+    setup = Path(native.__file__).resolve().parents[1] / "setup.py"
+    if not setup.is_file():
+        pytest.skip("setup.py is not beside the package")
+    (folders,) = re.findall(r"^FOLDERS = (\(.*\))$", setup.read_text(), re.MULTILINE)
+    assert sorted(ast.literal_eval(folders)) == sorted(native._SOURCE_FOLDERS)
 
 
 def test_a_rank_with_more_experts_than_route_has_room_for_is_named() -> None:
