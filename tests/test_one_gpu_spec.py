@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from kernel_world import routing_of
 
 from ep_dispatcher import EpConfig, EPGroup, MoeShape, Placement
+from ep_dispatcher.bench import kernels_one_gpu, rails_one_gpu
 from ep_dispatcher.bench.one_gpu import WorldShape
 from ep_dispatcher.bench.one_gpu_spec import Round, assert_same_bits, make_round
 from ep_dispatcher.config import Topology
@@ -78,3 +81,18 @@ def test_domains_decide_the_bits_of_a_sum() -> None:
         world = world_of(num_domains, domain_size, exact=False)
         sums.append(make_round(world, routing_of("uniform", [40] * 4, NUM_TOPK, NUM_EXPERTS)).out)
     assert any(not torch.equal(one, other) for one, other in zip(*sums, strict=True))
+
+
+@pytest.mark.parametrize("main", [kernels_one_gpu.main, rails_one_gpu.main])
+def test_a_module_that_is_not_built_is_one_line_that_says_how(
+    main: Callable[[Sequence[str]], int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["--kernels", "not_built"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "not_built.so is missing; build it with scripts/gpu_kernels.sh build" in line

@@ -23,6 +23,7 @@ from torch import Tensor
 from ep_dispatcher.bench.one_gpu import KernelPlan, OneGpuWorld, WorldShape, load_kernels
 from ep_dispatcher.bench.one_gpu_spec import Round, assert_same_bits, make_round
 from ep_dispatcher.bench.results import ResultLog, log_of_module, summarise_times
+from ep_dispatcher.errors import UnavailableError
 from ep_dispatcher.memory import RING_DEPTH
 from ep_dispatcher.routing import RoutingSpec, make_topk_idx
 
@@ -256,7 +257,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     words = arguments or sys.argv[1:]
     log = options.out and log_of_module(options.out, "ep_dispatcher.bench.kernels_one_gpu", words)
-    kernels = load_kernels(options.kernels)
+    try:
+        kernels = load_kernels(options.kernels)
+    except UnavailableError as error:
+        parser.exit(2, f"kernels_one_gpu: error: {error}\n")
     ceilings = {"ceiling_GBps": round(copy_rate_gbps()), "fill_GBps": round(fill_rate_gbps())}
     print(f"a copy reads and writes (ceiling), a fill writes: {ceilings}")  # noqa: T201
     for plain in SETTINGS:

@@ -42,7 +42,7 @@ def load_kernels(name: str = "ep_kernels") -> Any:  # noqa: ANN401  # an extensi
         return sys.modules[name]
     file = _BUILD_FOLDER / f"{name}.so"
     if not file.is_file():
-        raise UnavailableError(f"{file} is missing; run scripts/gpu_kernels.sh on a GPU machine")
+        raise UnavailableError(f"{file} is missing; build it with scripts/gpu_kernels.sh build")
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

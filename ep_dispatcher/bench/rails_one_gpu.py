@@ -30,6 +30,7 @@ from ep_dispatcher.bench.one_gpu import WorldShape, load_kernels
 from ep_dispatcher.bench.one_gpu_spec import assert_same_bits, make_round
 from ep_dispatcher.bench.rail_world import RailWorld
 from ep_dispatcher.bench.results import ResultLog, log_of_module, summarise_times
+from ep_dispatcher.errors import UnavailableError
 from ep_dispatcher.routing import RoutingSpec, make_topk_idx
 
 _SWEEP_BYTES = 256 << 20  # several times the L2
@@ -298,8 +299,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     words = arguments or sys.argv[1:]
     log = options.out and log_of_module(options.out, "ep_dispatcher.bench.rails_one_gpu", words)
-    kernels = load_kernels(options.kernels)
-    role_kernels = load_kernels(options.role_kernels) if options.role_kernels else None
+    try:
+        kernels = load_kernels(options.kernels)
+        role_kernels = load_kernels(options.role_kernels) if options.role_kernels else None
+    except UnavailableError as error:
+        parser.exit(2, f"rails_one_gpu: error: {error}\n")
     settings = [replace(setting, num_tokens=options.tokens) for setting in SETTINGS]
     for setting in settings:
         _report_phases(setting, kernels, log, options.rounds)

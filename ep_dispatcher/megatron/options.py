@@ -62,7 +62,7 @@ class MegatronOptions:
         virtual_domain_size: split an NVLink domain into smaller ones, for ablations.
         check_values: debug mode; refuses NaN weights and rows with more experts than slots.
         num_sms: SM budget of the communication kernels.
-        chunk_tokens: tokens that travel under one flag.
+        chunk_tokens: tokens that travel under one flag; no tier reads it now, see `Tuning`.
         timeout_s: device tier: deadline of every wait.
         duplicates: device tier: who makes a token's further copies; see `Tuning`.
         combine: device tier: how rows come home; see `Tuning`.
