@@ -182,8 +182,8 @@ def test_plans_may_be_used_in_any_order_and_any_number_of_times() -> None:
     check_rows(first, dispatch(world, first, plans[0]))
 
 
-@small
-def test_two_rounds_may_be_under_way_at_once() -> None:
+@pytest.mark.parametrize("duplicate", with_small([0, 1], [0]), ids=["sender", "receiver"])
+def test_two_rounds_may_be_under_way_at_once(duplicate: int) -> None:
     """Dispatch, dispatch, combine, combine; the host waits for none of them."""
     world = new_world()
     works = [new_round(world, "uniform", seed=1), new_round(world, "skewed", seed=2)]
@@ -191,7 +191,10 @@ def test_two_rounds_may_be_under_way_at_once() -> None:
     for form in FORMS:
         rows = [
             [(x.clone(), None if weights is None else weights.clone()) for x, weights in outputs]
-            for outputs in (dispatch(world, *pair) for pair in zip(works, plans, strict=True))
+            for outputs in (
+                dispatch(world, *pair, duplicate=duplicate)
+                for pair in zip(works, plans, strict=True)
+            )
         ]
         sums = [combine(world, *pair, form=form) for pair in zip(works, plans, strict=True)]
         for work, work_rows, work_sums in zip(works, rows, sums, strict=True):
@@ -199,14 +202,16 @@ def test_two_rounds_may_be_under_way_at_once() -> None:
             check_sums(work, work_sums)
 
 
-def test_a_thousand_epochs_with_changing_routing() -> None:
+@pytest.mark.parametrize("duplicate", [0, 1], ids=["sender", "receiver"])
+def test_a_thousand_epochs_with_changing_routing(duplicate: int) -> None:
     world = new_world(hidden=64)
     works = [new_round(world, kind, seed=seed) for seed in range(3)
              for kind in ("uniform", "duplicates", "mostly_dropped")]  # fmt: skip
     for epoch in range(1000):
         work = works[epoch * 7 % len(works)]
         plans = route(world, work)
-        rows = dispatch(world, work, plans, shift_bytes=16 * (epoch % 5))
+        shift = 16 * (epoch % 5)
+        rows = dispatch(world, work, plans, duplicate=duplicate, shift_bytes=shift)
         sums = combine(world, work, plans, form=FORMS[epoch // 3 % 2])
         if epoch % 10 == 9:
             check_plans(world, work, plans)
@@ -223,8 +228,9 @@ def test_one_launch_for_each_rank_gives_the_same() -> None:
         check_round(world, new_round(world, seed=seed), streams=True)
 
 
+@pytest.mark.parametrize("duplicate", [0, 1], ids=["sender", "receiver"])
 @pytest.mark.parametrize("form", FORMS)
-def test_static_mode_replays_as_a_graph_with_changing_routing(form: str) -> None:
+def test_static_mode_replays_as_a_graph_with_changing_routing(form: str, duplicate: int) -> None:
     world = new_world()
     options = {"alignment": 16, "capacity_rows": 900}
     works = [new_round(world, "duplicates", seed=seed, **options) for seed in range(4)]
@@ -238,7 +244,10 @@ def test_static_mode_replays_as_a_graph_with_changing_routing(form: str) -> None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         world.launch("route", world.route_calls(plans, held.topk_idx, 16, 900))
-        world.launch("dispatch", world.dispatch_calls(plans, held.x, held.topk_weights, outputs))
+        world.launch(
+            "dispatch",
+            world.dispatch_calls(plans, held.x, held.topk_weights, outputs, duplicate),
+        )
         world.launch(
             "combine",
             world.combine_calls(plans, expert_out, out, row_grads, grads, form),
