@@ -14,6 +14,8 @@ import pytest
 import torch
 from kernel_world import (
     FORMS,
+    GRACE_S,
+    check_all_name,
     check_plans,
     check_round,
     check_rows,
@@ -39,6 +41,7 @@ pytestmark = [pytest.mark.gpu(1), pytest.mark.fault]
 ROUTE_COUNTS, DISPATCH_READY, COMBINE_READY, COMBINE_PARTIAL = 2, 3, 5, 7  # EpPhase
 LATE_RANK = 3
 LATE_US = 3000
+DEADLINE_S = 0.2
 
 
 def _calls(world: OneGpuWorld, work: Round, name: str) -> list[object]:
@@ -53,50 +56,61 @@ def _calls(world: OneGpuWorld, work: Round, name: str) -> list[object]:
     return world.combine_calls(plans, work.expert_out, out)
 
 
+# What ranks wait for that lack a rank, by kernel. Pushing, the first records of every channel with
+# this routing include some of the last rank, so that nobody comes to a wait for another rank.
+_PHASES = {
+    "route": {ROUTE_COUNTS},
+    "dispatch": {DISPATCH_READY},
+    "combine": {COMBINE_READY, COMBINE_PARTIAL},
+}
+
+
 @pytest.mark.parametrize(
     ("name", "phases"),
     [
-        ("route", {ROUTE_COUNTS}),
-        ("dispatch", {DISPATCH_READY}),
-        pytest.param("combine", {COMBINE_READY, COMBINE_PARTIAL}, marks=small),
+        pytest.param(name, phases, marks=small if name == "combine" else ())
+        for name, phases in _PHASES.items()
     ],
+    ids=list(_PHASES),
 )
 def test_a_rank_that_never_calls_is_named(name: str, phases: set[int]) -> None:
     world = new_world()
     work = new_round(world, "uniform")
     check_round(world, work)
-    set_timeout(world, 0.2)
+    set_timeout(world, DEADLINE_S)
     calls = _calls(world, work, name)
     torch.cuda.synchronize()
     start = time.monotonic()
     world.launch(name, calls[:LATE_RANK])
     torch.cuda.synchronize()
-    assert time.monotonic() - start < 3.0  # also under compute-sanitizer
-    filed = [fault for fault in map(world.fault, range(LATE_RANK)) if fault.filed]
-    assert filed, "nobody filed a fault"
-    assert {fault.phase for fault in filed} <= phases
-    assert LATE_RANK in {fault.peer for fault in filed}
+    assert time.monotonic() - start < DEADLINE_S + GRACE_S  # they have left
+    check_all_name(world, LATE_RANK, phases, start, DEADLINE_S)
     fresh = new_world()
     check_round(fresh, new_round(fresh))
 
 
 @pytest.mark.parametrize("name", ["route", "dispatch", "combine"])
 def test_a_rank_past_the_deadline_is_named_and_one_before_it_is_not(name: str) -> None:
-    world = new_world(mutations=True, timeout_s=0.3)
+    """It stalls for longer than the others may take to tell of it."""
+    deadline_s = 0.3
+    world = new_world(mutations=True, timeout_s=deadline_s)
     work = new_round(world, "uniform")
     check_round(world, work)
     world.contexts[LATE_RANK].test_delay_us = 100_000
     check_round(world, work)
     world.contexts[LATE_RANK].test_delay_us = 0
-    calls = _calls(world, work, name)
+    calls: list[Any] = _calls(world, work, name)
     for call in calls:
-        context = call.context  # type: ignore[attr-defined]
-        context.test_delay_us = 700_000 if context.ep_rank == LATE_RANK else 0
-        call.context = context  # type: ignore[attr-defined]
-    world.launch(name, calls)
+        context = call.context
+        context.test_delay_us = 1_500_000 if context.ep_rank == LATE_RANK else 0
+        call.context = context
     torch.cuda.synchronize()
-    filed = [fault for fault in map(world.fault, range(LATE_RANK)) if fault.filed]
-    assert LATE_RANK in {fault.peer for fault in filed}
+    start = time.monotonic()
+    world.launch(name, calls)
+    check_all_name(world, LATE_RANK, _PHASES[name], start, deadline_s)
+    torch.cuda.synchronize()
+    fresh = new_world()
+    check_round(fresh, new_round(fresh))
 
 
 _GARBAGE = 1 << 30  # as a row, a rank or a slot: far outside all memory
