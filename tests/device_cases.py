@@ -211,6 +211,14 @@ def block_counts_differ(
     ]
 
 
+def fitting_block_counts_differ(
+    process_group: dist.ProcessGroup, case: Case, block_counts: tuple[int, ...]
+) -> list[str]:
+    """`block_counts_differ`, as far as one GPU holds all ranks' blocks and has an SM to spare."""
+    sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return block_counts_differ(process_group, case, block_counts, sms - 1)
+
+
 def epochs_differ(
     process_group: dist.ProcessGroup, case: Case, rounds: int, epochs: int
 ) -> list[str]:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from device_cases import PLAN_FIELDS, Case, inputs, rounds_differ, same_bits
 from torch import Tensor
 
-from ep_dispatcher import AgreementError, CapacityError, EPGroup, EpTimeoutError
+from ep_dispatcher import (
+    AgreementError,
+    CapacityError,
+    EPGroup,
+    EpTimeoutError,
+    UnavailableError,
+    native,
+)
 
 ODD_ONE = 1  # the rank that fails or differs
 _PIECE_BYTES = 2 << 20  # of a heap
@@ -66,6 +74,21 @@ def missing_rank(
     process_group.barrier().wait()  # a rank that closes tells the others, which is not meant here
     group.close(failed=True)
     return Waited(seconds, peer, phase, rounds_differ(process_group, case))
+
+
+def refused_over(
+    process_group: dist.ProcessGroup, case: Case, library: str, liars: tuple[int, ...]
+) -> tuple[str, list[str]]:
+    """Create a group whose `liars` call that NCCL; why it was refused, and what a new one says."""
+    refusal = ""
+    lies = process_group.rank() in liars
+    opens = (lambda: native.load().NcclLibrary(library)) if lies else native.open_nccl
+    with mock.patch.object(native, "open_nccl", opens):
+        try:
+            EPGroup.create(process_group, case.config("device")).close()
+        except UnavailableError as error:
+            refusal = str(error)
+    return refusal, rounds_differ(process_group, case)
 
 
 def plan_behind_other_work(

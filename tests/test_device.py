@@ -7,17 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import device_cases as cases
 import device_fault_cases as faults
 import pytest
 from device_cases import Case
 from multi_process import ProcessWorld
+from nccl_shim import INTERNAL_ERROR, NULL_WINDOW, nccl_that_lies
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(180)]
 
 SMALL_HEAP = Case(kind="even", hidden=4096, tokens=(256,) * 4, output_bytes=32 << 20)
 STATIC = Case(tokens=(64, 32, 48, 64), capacity=512, num_topk=2, alignment=16)
+# What "auto" takes for ranks that have a GPU each; where they share one, it takes neither.
+PUSH = Case(combine="push", duplicates="receiver", num_topk=4)
+STATIC_PUSH = replace(STATIC, combine="push", duplicates="receiver", num_topk=4, capacity=1024)
+FORMS = ("auto", "push_and_receiver")
+
+# One of the worlds of the fixture, for what has nothing to do with the number of ranks.
+four_ranks = pytest.mark.parametrize("world", [4], ids=["4ranks"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=[4, 2, 8], ids=["4ranks", "2ranks", "8ranks"])
@@ -70,9 +79,15 @@ def test_a_thousand_epochs_with_late_ranks(world: ProcessWorld) -> None:
     assert not any(world.run(cases.epochs_differ, case, 9, 1000))
 
 
-def test_the_number_of_blocks_does_not_change_a_bit(world: ProcessWorld) -> None:
-    """As far as the blocks of all ranks fit on one GPU beside other work."""
-    assert not any(world.run(cases.block_counts_differ, Case(kind="any"), (2, 4, 8, 16), 64))
+def test_epochs_with_late_ranks_push_and_copy_at_the_receiver(world: ProcessWorld) -> None:
+    case = replace(PUSH, kind="any", tokens=(65, 0, 64, 33))
+    assert not any(world.run(cases.epochs_differ, case, 9, 200))
+
+
+@pytest.mark.parametrize("case", [Case(kind="any"), replace(PUSH, kind="any")], ids=FORMS)
+def test_the_number_of_blocks_does_not_change_a_bit(world: ProcessWorld, case: Case) -> None:
+    """As far as the blocks of all ranks fit on one GPU: 8 x 16 on one of 132 SMs."""
+    assert not any(world.run(cases.fitting_block_counts_differ, case, (2, 4, 8, 16)))
 
 
 @pytest.mark.parametrize(("dtype", "tier"), [("bfloat16", "device"), ("float64", "reference")])
@@ -82,8 +97,9 @@ def test_auto_takes_the_device_tier_where_it_can(
     assert set(world.run(cases.chosen_tier, dtype)) == {tier}
 
 
-def test_two_plans_interleave(world: ProcessWorld) -> None:
-    assert not any(world.run(cases.plans_interleaved, Case(kind="any")))
+@pytest.mark.parametrize("case", [Case(kind="any"), replace(PUSH, kind="any")], ids=FORMS)
+def test_two_plans_interleave(world: ProcessWorld, case: Case) -> None:
+    assert not any(world.run(cases.plans_interleaved, case))
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -148,12 +164,14 @@ def test_static_mode_drops_what_the_reference_drops(world: ProcessWorld) -> None
     assert not any(world.run(cases.rounds_differ, tight, 3))
 
 
-def test_a_graph_of_a_layer_replays_with_other_routings(world: ProcessWorld) -> None:
-    assert not any(world.run(cases.graph_replays_differ, STATIC, 5))
+@pytest.mark.parametrize("case", [STATIC, STATIC_PUSH], ids=FORMS)
+def test_a_graph_of_a_layer_replays_with_other_routings(world: ProcessWorld, case: Case) -> None:
+    assert not any(world.run(cases.graph_replays_differ, case, 5))
 
 
-def test_static_mode_neither_synchronises_nor_allocates(world: ProcessWorld) -> None:
-    assert set(world.run(cases.static_steady_state, STATIC, 10)) == {0}
+@pytest.mark.parametrize("case", [STATIC, STATIC_PUSH], ids=FORMS)
+def test_static_mode_neither_synchronises_nor_allocates(world: ProcessWorld, case: Case) -> None:
+    assert set(world.run(cases.static_steady_state, case, 10)) == {0}
 
 
 def test_persistent_memory_is_the_formulas(world: ProcessWorld) -> None:
@@ -161,6 +179,18 @@ def test_persistent_memory_is_the_formulas(world: ProcessWorld) -> None:
     for found in world.run(cases.memory_of_group, Case(hidden=2880, num_sms=8, num_experts=40)):
         assert found["held"] == found["formula"]
         assert found["from torch"] == found["tables as torch rounds them"]
+
+
+def check_missing_rank(world: ProcessWorld, case: Case, missed: str, comes_late: bool) -> None:
+    """Every other rank names the last one in time, by its own wait or as a peer has told it."""
+    *others, last = world.run(faults.missing_rank, case, missed, comes_late)
+    for waited in others:
+        assert waited.phase
+        assert waited.seconds < case.timeout_s + 1
+        assert waited.peer == len(others)
+        assert not waited.differ
+    assert not last.differ
+    assert bool(last.phase) == comes_late  # a latecomer learns that its group is finished
 
 
 @pytest.mark.fault
@@ -171,16 +201,64 @@ def test_persistent_memory_is_the_formulas(world: ProcessWorld) -> None:
 def test_a_missing_rank_is_named_in_time_and_a_new_group_works(
     world: ProcessWorld, missed: str, comes_late: bool
 ) -> None:
-    deadline_s = 1.0
-    case = Case(timeout_s=deadline_s)
-    *others, last = world.run(faults.missing_rank, case, missed, comes_late)
-    for waited in others:
-        assert waited.phase
-        assert waited.seconds < deadline_s + 1
-        assert not waited.differ
-    assert len(others) in {waited.peer for waited in others}
-    assert not last.differ
-    assert bool(last.phase) == comes_late  # a latecomer learns that its group is finished
+    check_missing_rank(world, Case(timeout_s=1.0, combine="gather"), missed, comes_late)
+
+
+@four_ranks
+@pytest.mark.fault
+@pytest.mark.parametrize("missed", ["plan", "combine"])
+def test_a_rank_past_the_deadline_is_named_and_a_new_group_works(
+    world: ProcessWorld, missed: str
+) -> None:
+    check_missing_rank(world, Case(timeout_s=1.0, combine="gather"), missed, True)
+
+
+@four_ranks
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("missed", "comes_late"), [("combine", False), ("combine", True), ("dispatch", True)]
+)
+def test_a_missing_rank_is_named_where_ranks_push_and_receivers_copy(
+    world: ProcessWorld, missed: str, comes_late: bool
+) -> None:
+    """Eight tokens are one chunk: the last rank's come last, so that only it is waited for."""
+    check_missing_rank(world, replace(PUSH, timeout_s=1.0, tokens=(8,) * 4), missed, comes_late)
+
+
+EVERY_RANK = (0, 1, 2, 3)
+
+
+@four_ranks
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("function", "body", "liars", "words"),
+    [
+        ("ncclCommWindowRegister", NULL_WINDOW, EVERY_RANK, "NCCL gave no window for the arena"),
+        ("ncclCommWindowRegister", INTERNAL_ERROR, EVERY_RANK, "arena.cpp"),
+        ("ncclGetPeerDevicePointer", INTERNAL_ERROR, (1,), "arena.cpp"),
+        ("ncclCommInitRankConfig", INTERNAL_ERROR, EVERY_RANK, "communicator.cpp"),
+        ("ncclCommQueryProperties", INTERNAL_ERROR, (1,), "communicator.cpp"),
+    ],
+    ids=["null_window", "register", "peer_pointer", "init", "properties"],
+)
+def test_what_nccl_answers_is_looked_at_and_told_on_all_ranks(
+    world: ProcessWorld,
+    tmp_path: Path,
+    function: str,
+    body: str,
+    liars: tuple[int, ...],
+    words: str,
+) -> None:
+    """No rank waits for another, and a group over the NCCL that does not lie works afterwards."""
+    library = nccl_that_lies(tmp_path, function, body)
+    told = world.run(faults.refused_over, Case(), str(library), liars)
+    for refusal, differ in told:
+        assert refusal.startswith(f"on rank {liars[0]}: ")
+        assert words in refusal
+        if body == INTERNAL_ERROR:
+            assert f"{function}(" in refusal
+            assert "internal error" in refusal
+        assert not differ
 
 
 @pytest.mark.fault
