@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,11 +26,16 @@ from ep_dispatcher.communicator import Reasons, open_communicator, topology_from
 from ep_dispatcher.config import Topology
 from ep_dispatcher.errors import ConfigError, UnavailableError
 from ep_dispatcher.rails import check_topology
-from ep_dispatcher.slurm import adopt_slurm, check_place
+from ep_dispatcher.slurm import adopt_slurm, check_place, meeting
 
 ROUNDS = 21  # round trips on each rail; the first is not timed
 WAIT_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 180.0
+MEET_TIMEOUT = timedelta(seconds=90)
+# A rank may wait WAIT_TIMEOUT_S for each of 31 peers while the others wait for it; with the meeting
+# this ends before the limit of scripts/doctor_nodes.sbatch.
+_PROBE_TIMEOUT = timedelta(minutes=8)
+_POLL_S = 0.05
 GIN_TYPES = {0: "none", 2: "proxy", 3: "gdaki", 4: "gpi", 5: "efa"}
 _GIN_WORDS = {
     "none": "none",
@@ -134,14 +140,18 @@ def probe() -> NcclReport | None:
     """Be one rank: open a communicator over all, put on every rail; the report on rank 0.
 
     Raises:
-        UnavailableError: on every rank alike, if any lacks something; says what to do.
-        ConfigError: a variable that says where the ranks meet is missing.
+        UnavailableError: on every rank alike, if any lacks something; says what to do. Or the
+            ranks did not meet.
+        ConfigError: a variable that says where the ranks meet is missing or cannot be.
     """
     check_place("scripts/doctor_nodes.sbatch")
-    dist.init_process_group("gloo")
+    with meeting(MEET_TIMEOUT):
+        dist.init_process_group("gloo", timeout=MEET_TIMEOUT)
     try:
-        assert dist.group.WORLD is not None
-        collectives = Collectives(dist.group.WORLD)
+        with meeting(MEET_TIMEOUT):
+            # Of its own, as the time for the meeting is too short for what follows.
+            group = dist.new_group(backend="gloo", timeout=_PROBE_TIMEOUT)
+        collectives = Collectives(group)
         reasons = Reasons(collectives)
         with reasons:
             _choose_gpu()
@@ -179,24 +189,57 @@ def start_ranks(num_ranks: int | None, domain_size: int | None, words: Sequence[
     command = [sys.executable, "-m", "ep_dispatcher", *words]
     processes = [subprocess.Popen(command, env=each) for each in environments]
     try:
-        last = time.monotonic() + START_TIMEOUT_S
-        codes = [process.wait(max(0.0, last - time.monotonic())) for process in processes]
-    except subprocess.TimeoutExpired:
-        raise UnavailableError(
-            f"the ranks were not done in {START_TIMEOUT_S:.0f} s; run again with NCCL_DEBUG=INFO "
-            "to see how far NCCL came (docs/multi_node.md lists common causes)"
-        ) from None
+        return max(_wait(processes))
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    for rank, code in enumerate(codes):
-        if code < 0:
-            raise UnavailableError(
-                f"rank {rank} was ended by {signal.Signals(-code).name}; run again with "
-                "NCCL_DEBUG=INFO to see how far NCCL came"
-            )
-    return max(codes)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Exit codes of all ranks.
+
+    Looks at all of them in turns: those that wait for a dead one would hide it.
+
+    Raises:
+        UnavailableError: names ranks that a signal ended, or that were not done in time.
+    """
+    last = time.monotonic() + START_TIMEOUT_S
+    while True:
+        late = time.monotonic() >= last
+        codes = [process.poll() for process in processes]
+        _refuse_ended(codes)
+        if late and None in codes:
+            _refuse_late(codes)
+        if None not in codes:
+            return [code for code in codes if code is not None]
+        time.sleep(_POLL_S)
+
+
+def _refuse_ended(codes: Sequence[int | None]) -> None:
+    """Raise if a signal ended a rank."""
+    ended = [
+        f"rank {rank} was ended by {signal.Signals(-code).name}"
+        for rank, code in enumerate(codes)
+        if code is not None and code < 0
+    ]
+    if ended:
+        raise UnavailableError(
+            f"{', '.join(ended)}; run again with NCCL_DEBUG=INFO to see how far NCCL came"
+        )
+
+
+def _refuse_late(codes: Sequence[int | None]) -> None:
+    """Raise, and name the ranks that are not done and the codes of those that failed."""
+    late = ", ".join(str(rank) for rank, code in enumerate(codes) if code is None)
+    failed = "".join(
+        f"; rank {rank} had ended with exit code {code}" for rank, code in enumerate(codes) if code
+    )
+    raise UnavailableError(
+        f"the ranks were not done in {START_TIMEOUT_S:.0f} s: still running {late}{failed}; run "
+        "again with NCCL_DEBUG=INFO to see how far NCCL came (docs/multi_node.md lists common "
+        "causes)"
+    )
 
 
 def check_domain_size(domain_size: int | None, size: int) -> None:

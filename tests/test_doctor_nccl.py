@@ -10,10 +10,12 @@ import json
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed
 
 from ep_dispatcher import cli, doctor_nccl, native
 from ep_dispatcher.communicator import topology_from
@@ -101,6 +103,110 @@ def test_a_rank_that_was_killed_is_no_success(monkeypatch: pytest.MonkeyPatch) -
     )
     with pytest.raises(UnavailableError, match="rank 1 was ended by SIGKILL"):
         doctor_nccl.start_ranks(2, None, ["doctor", "--nccl"])
+
+
+def start_code(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Let the ranks run this code in place of the command."""
+    start = subprocess.Popen
+    monkeypatch.setattr(native, "missing_reason", lambda: None)
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda _, env: start([sys.executable, "-c", code], env=env)
+    )
+
+
+def test_a_dead_rank_is_named_while_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import os, time; os.kill(os.getpid(), 11) if os.environ['RANK'] == '1' else 0; "
+    start_code(monkeypatch, code + "time.sleep(20)")
+    monkeypatch.setattr(doctor_nccl, "START_TIMEOUT_S", 10.0)
+    with pytest.raises(UnavailableError, match="rank 1 was ended by SIGSEGV"):
+        doctor_nccl.start_ranks(2, None, ["doctor", "--nccl"])
+
+
+def test_ranks_that_are_not_done_are_named_with_one_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(20)"
+    start_code(monkeypatch, code)
+    monkeypatch.setattr(doctor_nccl, "START_TIMEOUT_S", 1.5)
+    told = "still running 0, 2; rank 1 had ended with exit code 3"
+    with pytest.raises(UnavailableError, match=told):
+        doctor_nccl.start_ranks(3, None, ["doctor", "--nccl"])
+
+
+PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"RANK": "5"}, "RANK is '5'; it must be a whole number from 0 to 1 (WORLD_SIZE - 1); "),
+        ({"RANK": "-1"}, "RANK is '-1'; it must be a whole number from 0 to 1"),
+        ({"RANK": "x"}, "RANK is 'x'; it must be a whole number from 0 to 1"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'; it must be a whole number from 0 to 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'; it must be a whole number from 1 to"),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc'; it must be a whole number from 1 to 65535"),
+        ({"MASTER_PORT": "99999999"}, "MASTER_PORT is '99999999'; it must be a whole number from"),
+        ({"GLOO_SOCKET_IFNAME": "nosuch0"}, "GLOO_SOCKET_IFNAME is 'nosuch0'; it must name"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(
+    changes: dict[str, str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before anything waits for a rank that never comes."""
+    for name, value in (PLACE | changes).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda *_, **__: pytest.fail("it began to wait")
+    )
+    assert cli.main(["doctor", "--nccl"]) == cli.USER_ERROR
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"NTASKS": "abc"}, "SLURM_NTASKS is 'abc'; it must be a whole number from 1 to"),
+        ({"PROCID": "7"}, "RANK is '7'; it must be a whole number from 0 to 1 (WORLD_SIZE - 1)"),
+    ],
+)
+def test_a_place_of_srun_that_cannot_be_is_refused(
+    changes: dict[str, str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # set first, so that it is put back at the end
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    step = {"PROCID": "0", "NTASKS": "2", "LOCALID": "0", "STEP_ID": "0"}
+    for name, value in (step | changes).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda *_, **__: pytest.fail("it began to wait")
+    )
+    assert cli.main(["doctor", "--nccl"]) == cli.USER_ERROR
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ranks_that_do_not_meet_are_told_what_to_check(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other one was never started; the limit is that of the doctor but for its length."""
+    port = str(doctor_nccl._free_port())
+    changes = {"RANK": rank, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    for name, value in (PLACE | changes).items():
+        monkeypatch.setenv(name, value)
+    assert timedelta(seconds=60) <= doctor_nccl.MEET_TIMEOUT <= timedelta(seconds=120)
+    monkeypatch.setattr(doctor_nccl, "MEET_TIMEOUT", timedelta(seconds=1))
+    assert cli.main(["doctor", "--nccl"]) == cli.USER_ERROR
+    line = capsys.readouterr().err
+    assert "the ranks did not meet within 1 s" in line
+    assert f"MASTER_ADDR is 127.0.0.1, MASTER_PORT is {port}, GLOO_SOCKET_IFNAME is lo" in line
 
 
 @pytest.mark.parametrize("domain_size", [0, 3, 8])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ep_dispatcher.errors import ConfigError, UnavailableError
 from ep_dispatcher.megatron.compat import leave_sms
-from ep_dispatcher.slurm import check_place
+from ep_dispatcher.slurm import check_place, meeting
 from ep_dispatcher.train.config import TrainConfig
 
 _TIMEOUT = timedelta(minutes=10)  # the first step of a large model compiles and allocates
@@ -65,13 +65,13 @@ def open_runtime(config: TrainConfig) -> Runtime:
     Megatron is imported.
 
     Raises:
-        ConfigError: the number of ranks is not the config's or not told, or ranks share a GPU
-            without leave.
-        UnavailableError: train.device is "cuda" and this rank sees no GPU, or only some ranks do.
+        ConfigError: the number of ranks is not the config's or not told, a variable that says
+            where they meet cannot be, or ranks share a GPU without leave.
+        UnavailableError: train.device is "cuda" and this rank sees no GPU, or only some ranks do;
+            or the ranks did not meet.
     """
     _set_cuda_defaults(config)
-    check_place("scripts/train.sbatch")
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, num_ranks = check_place("scripts/train.sbatch")
     if num_ranks != config.parallel.num_ranks:
         raise ConfigError(
             f"{num_ranks} ranks were started; the config asks for {config.parallel.num_ranks} "
@@ -80,8 +80,9 @@ def open_runtime(config: TrainConfig) -> Runtime:
     device = _choose_device(config)
     # Objects and agreements travel by gloo, so that they launch nothing on the GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store, _, _ = next(dist.rendezvous("env://"))
-    _agree_on_backend(store, rank, num_ranks, backend)
+    with meeting(_TIMEOUT):
+        store, _, _ = next(dist.rendezvous("env://", timeout=_TIMEOUT))
+        _agree_on_backend(store, rank, num_ranks, backend)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -90,7 +91,10 @@ def open_runtime(config: TrainConfig) -> Runtime:
         from ep_dispatcher.megatron import cpu_standins
 
         cpu_standins.install()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT)
+    with meeting(_TIMEOUT):
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT
+        )
     return Runtime(rank, num_ranks, device, backend)
 
 
