@@ -10,7 +10,7 @@ export NCCL_WIN_ENABLE=${NCCL_WIN_ENABLE:-1}
 #   export NCCL_GIN_TYPE=2
 export NCCL_GIN_ENABLE=${NCCL_GIN_ENABLE:-1}
 # GPU i talks to GPU i of other nodes only. 0 keeps NCCL from joining adapters of different rails,
-# which hangs where the switches do not (NVIDIA/nccl issue 2203); leave it unset if yours do.
+# which hangs where the switches do not (NVIDIA/nccl issue 2203); export 1 or 2 if yours do.
 export NCCL_CROSS_NIC=${NCCL_CROSS_NIC:-0}
 # Two ports of one adapter stay two: a rail is one of them (see DeepEP issue 629).
 export NCCL_IB_MERGE_NICS=${NCCL_IB_MERGE_NICS:-0}

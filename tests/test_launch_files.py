@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,65 @@ def test_torchrun_over_several_nodes_asks_where_they_meet(lacks: str) -> None:
     assert f"{lacks}: is not set" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"NNODES": "0"}, "NNODES is '0'; it must be a whole number from 1 to"),
+        ({"NNODES": "abc"}, "NNODES is 'abc'; it must be a whole number from 1 to"),
+        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK is '2'; it must be a whole number from 0"),
+        ({"NODE_RANK": "-1"}, "NODE_RANK is '-1'; it must be a whole number from 0 to 0"),
+        ({"RANKS_PER_NODE": "0"}, "RANKS_PER_NODE is '0'; it must be a whole number from 1 to"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'; it must be a whole number from 1 to"),
+    ],
+)
+def test_torchrun_is_not_started_with_a_number_that_cannot_be(
+    given: dict[str, str], told: str, tmp_path: Path
+) -> None:
+    """It would wait for nodes that never come, or say nothing of the variable."""
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text("#!/bin/sh\necho started\n")
+    torchrun.chmod(0o755)
+    place = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [str(ROOT / "scripts" / "train_torchrun.sh"), "any.yaml"],
+        env=place | given, capture_output=True, text=True, timeout=20, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (cli.USER_ERROR, "")
+    assert told in done.stderr
+
+
+@pytest.mark.parametrize("script", ["train.sbatch", "doctor_nodes.sbatch"])
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "SLURM_JOB_NODELIST: is not set: submit this file with sbatch"),
+        (
+            {"SLURM_JOB_NODELIST": "node[0-1]", "VENV": "nowhere"},
+            "VENV is 'nowhere', which has no bin/activate: export VENV",
+        ),
+    ],
+)
+def test_a_batch_file_run_by_hand_says_what_it_needs(
+    script: str, given: dict[str, str], told: str
+) -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / script)],
+        env={"PATH": os.environ["PATH"], **given},
+        cwd=ROOT, capture_output=True, text=True, timeout=20, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_several_nodes_may_cross_adapters_if_the_user_says_so() -> None:
+    """As the file's comment says: 0 by default, and what is exported stays."""
+    words = ["bash", "-c", "source scripts/nccl_env.sh; echo $NCCL_CROSS_NIC"]
+    for given, seen in (({}, "0"), ({"NCCL_CROSS_NIC": "2"}, "2")):
+        told = subprocess.check_output(words, env={"PATH": os.environ["PATH"], **given}, cwd=ROOT)
+        assert told.decode() == f"{seen}\n"
+
+
 def test_slurm_starts_a_rank_for_each_task(tmp_path: Path) -> None:
     done = slurm(tmp_path, "train.sbatch", str(write_config(tmp_path)))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -224,6 +284,30 @@ def test_a_rank_that_is_told_half_of_its_place_says_what_is_missing(
     monkeypatch.setenv("RANK", "0")
     assert cli.main(["train", "--config", str(write_config(tmp_path))]) == 2
     assert "WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"RANK": "5"}, "RANK is '5'; it must be a whole number from 0 to 1 (WORLD_SIZE - 1)"),
+        ({"RANK": "x"}, "RANK is 'x'; it must be a whole number from 0 to 1"),
+        ({}, "the ranks did not meet within 1 s"),
+    ],
+)
+def test_a_rank_whose_place_cannot_be_or_is_alone_does_not_wait(
+    changes: dict[str, str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in (ranks | {"GLOO_SOCKET_IFNAME": "lo"} | changes).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(runtime, "_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(runtime, "_choose_device", lambda _: torch.device("cpu"))
+    assert cli.main(["train", "--config", str(write_config(tmp_path))]) == cli.USER_ERROR
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("nodes", ["1", "2"])
