@@ -61,18 +61,40 @@ has_torch() {
     2>/dev/null
 }
 
+# has_nccl PACKAGE: whether that one is there and new enough
+has_nccl() {
+  "$python" - "$1" "$OLDEST_NCCL" 2>/dev/null <<'PYTHON'
+import sys
+from importlib.metadata import version
+
+found, oldest = version(sys.argv[1]).split("."), sys.argv[2].split(".")
+assert [int(n) for n in found[:3]] >= [int(n) for n in oldest]
+PYTHON
+}
+
 if ! has_torch; then
   step "installing $TORCH"
   "$python" -m pip install -qq "$TORCH"
 fi
-if command -v nvcc >/dev/null && [[ ! -e $venv/.nccl-$OLDEST_NCCL ]]; then
-  step "installing NCCL $OLDEST_NCCL, to compile against"
-  cuda_major=$(nvcc --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
-  "$python" -m pip install -qq --no-deps "nvidia-nccl-cu$cuda_major==$OLDEST_NCCL"
-  touch "$venv/.nccl-$OLDEST_NCCL"
+# Only when they changed: pip would put back torch's own NCCL each time (see below).
+if ! cmp -s pyproject.toml "$venv/.extras-installed"; then
+  step "installing ep_dispatcher with the extras megatron and dev"
+  "$python" -m pip install -qq -e ".[megatron,dev]"
 fi
-step "installing ep_dispatcher with the extras megatron and dev"
-"$python" -m pip install -qq -e ".[megatron,dev]"
+# NCCL comes after everything else. A torch for CUDA pins its own, older one, so an install that
+# looks at torch's needs puts that in place of ours, and the native module would not be compiled.
+# Hence --no-deps too. torch then loads our libnccl.so.2, as it lies in the same folder; NCCL keeps
+# its ABI within 2.x. What counts is the version that is there, not that it was installed once.
+if command -v nvcc >/dev/null; then
+  nccl=nvidia-nccl-cu$(nvcc --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
+  if ! has_nccl "$nccl"; then
+    step "installing NCCL $OLDEST_NCCL, to compile against"
+    "$python" -m pip install -qq --no-deps "$nccl==$OLDEST_NCCL"
+  fi
+fi
+step "installing ep_dispatcher, with its native module where there are nvcc and NCCL"
+"$python" -m pip install -qq --no-deps -e .
+cp pyproject.toml "$venv/.extras-installed"
 
 step "gates"
 scripts/check.sh ${quick:+--quick}
