@@ -9,6 +9,7 @@ from ep_dispatcher.config import MAX_TOKENS_PER_RANK, EpConfig
 
 MAX_TOPK = 64  # EP_MAX_TOPK
 MAX_EXPERTS = 2048  # EP_MAX_EXPERTS
+MAX_BASE_ENTRIES = 16384  # kMaxBaseEntries: experts of one rank x ranks of its domain
 MAX_HIDDEN = 1 << 28  # the C interface counts a row's elements in fp32, up to 1 GiB
 MAX_ROWS = (1 << 31) - 1  # rows travel as 32-bit words
 _ENTRY_BITS = 32  # of a record: an expert, and which of the rank's copies it is

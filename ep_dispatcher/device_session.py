@@ -23,7 +23,7 @@ from ep_dispatcher.combine_form import choose_combine
 from ep_dispatcher.communicator import Reasons, open_communicator, topology_from
 from ep_dispatcher.config import EpConfig
 from ep_dispatcher.device_faults import NO_ROOM, Failure, failure_of, filer_of, leaving_word
-from ep_dispatcher.device_limits import config_reason
+from ep_dispatcher.device_limits import MAX_BASE_ENTRIES, config_reason
 from ep_dispatcher.device_memory import OutputPool, heap_bytes_of
 from ep_dispatcher.errors import ClosedError, EpTimeoutError, UnavailableError
 from ep_dispatcher.plan import Placement
@@ -258,7 +258,7 @@ def _open_over(
     domain = DomainView(topology, placement, collectives.rank)
     module = native.load()
     with reasons:
-        check_table_fits(placement, topology.domain_size, module.MAX_BASE_ENTRIES)
+        check_table_fits(placement, topology.domain_size)
         control_bytes = control_bytes_of(module, config, domain)
         control_bytes = -(-control_bytes // _HEAP_ALIGNMENT_BYTES) * _HEAP_ALIGNMENT_BYTES
         heap_bytes = heap_bytes_of(config, topology, form)
@@ -282,7 +282,9 @@ def _open_over(
 _HEAP_ALIGNMENT_BYTES = 4096
 
 
-def check_table_fits(placement: Placement, domain_size: int, max_entries: int) -> None:
+def check_table_fits(
+    placement: Placement, domain_size: int, max_entries: int = MAX_BASE_ENTRIES
+) -> None:
     """Refuse a table of experts that `route` has no room for, before any rank waits for another.
 
     Args:

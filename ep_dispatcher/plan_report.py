@@ -26,6 +26,7 @@ from ep_dispatcher.accounting import (
     source_traffic,
 )
 from ep_dispatcher.device_limits import config_reason
+from ep_dispatcher.device_session import check_table_fits
 from ep_dispatcher.errors import UnavailableError
 from ep_dispatcher.group import placement_of
 from ep_dispatcher.megatron.routes import fold_tensor_ranks  # needs nothing of megatron
@@ -140,6 +141,8 @@ def _refusal(question: PlanQuestion) -> str | None:
         if reason is not None:
             raise UnavailableError(reason)
         check_world(question.config, question.topology)
+        placement = placement_of(question.config, question.topology.ep_size)
+        check_table_fits(placement, question.topology.domain_size)
     except UnavailableError as error:
         if question.config.tier == "device":
             raise

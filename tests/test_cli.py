@@ -16,7 +16,9 @@ from ep_dispatcher import cli, device_limits, doctor_nccl
 from ep_dispatcher._version import __version__
 from ep_dispatcher.config import EpConfig, MoeShape
 from ep_dispatcher.device import unavailable_reason
-from ep_dispatcher.errors import ConfigError
+from ep_dispatcher.device_session import check_table_fits
+from ep_dispatcher.errors import ConfigError, UnavailableError
+from ep_dispatcher.plan import Placement
 
 CONFIG = """
 ep_dispatcher:
@@ -169,6 +171,43 @@ def test_plan_says_how_many_tokens_the_device_tier_takes(
     if refused:
         assert f"max_tokens_per_rank is {tokens}; with num_topk 64" in told
         assert f"at most {tokens - 1} " in told
+
+
+@pytest.mark.parametrize(
+    ("domains", "crowd", "refused"), [(1, 227, False), (1, 228, True), (2, 228, False)]
+)
+def test_plan_refuses_a_table_of_experts_that_a_domain_has_no_room_for(
+    domains: int, crowd: int, refused: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the sentence with which a group refuses it; smaller domains have room for more."""
+    table = [0] * crowd + [*range(1, 72)]
+    path = tmp_path / "crowded.yaml"
+    text = (
+        f"ep_dispatcher:\n  shape: {{hidden: 8, num_topk: 2, num_experts: {len(table)}}}\n"
+        f"  max_tokens_per_rank: 4\n  expert_rank: {table}\n"
+    )
+    path.write_text(text, encoding="utf-8")
+    words = ["plan", "--config", str(path), "--ranks", "72", "--domains", str(domains)]
+    values = report(words, capsys)
+    if not refused:
+        assert values["device_tier_refuses"] is None
+        return
+    with pytest.raises(UnavailableError) as group:
+        check_table_fits(Placement(tuple(table), 72), 72)
+    assert values["device_tier_refuses"] == str(group.value)
+    assert list(values["memory"]) == ["reference"]
+    path.write_text(text + "  tier: device\n", encoding="utf-8")
+    code, line = fails(words, capsys)
+    assert code == 2
+    assert f"rank 0 {crowd} experts; with 72 ranks" in line
+
+
+def test_the_largest_table_is_that_of_the_kernels() -> None:
+    header = Path(device_limits.__file__).resolve().parents[1] / "csrc/core/args.h"
+    if not header.is_file():
+        pytest.skip("csrc is not beside the package, so there is no header to compare with")
+    told = re.findall(r"kMaxBaseEntries = (\d+)", header.read_text())
+    assert told == [str(device_limits.MAX_BASE_ENTRIES)]
 
 
 def test_the_largest_shapes_are_those_of_the_c_interface() -> None:
