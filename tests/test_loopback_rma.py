@@ -10,6 +10,7 @@ import multiprocessing
 import random
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -287,6 +288,68 @@ def test_a_dropped_put_is_complete_here_and_never_signalled_there(
     assert not wait_for_signal(pair[1], 0, 1, timeout_s=0.2)
 
 
+def test_a_weak_signal_arrives_behind_a_dropped_put(plugin: Plugin, pair: list[Rank]) -> None:
+    """In the same context, too: it covers no put but one of its own. A strong one waits."""
+    assert plugin.inject("drop:rank=0")
+    pair[0].put(1, 0, 16, HALF)
+    pair[0].signal(1, 0, strong=False)
+    pair[0].signal(1, 1)
+    assert wait_for_signal(pair[1], 0, 1)
+    assert not wait_for_signal(pair[1], 1, 1, timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("drop:rank=99", "field 'rank' of a fault is 99; ranks are 0 to 1 here"),
+        ("drop:rank=2", "field 'rank' of a fault is 2; ranks are 0 to 1 here"),
+        ("stall:peer=7", "field 'peer' of a fault is 7; ranks are 0 to 1 here"),
+    ],
+)
+def test_a_fault_of_a_rank_that_is_not_there_is_refused(
+    plugin: Plugin,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    fault: str,
+    told: str,
+) -> None:  # fmt: skip
+    """When ranks connect, without waiting for each other, and from inside a test."""
+    monkeypatch.setenv("LOOPBACK_RMA_FAULT", fault)
+    here, absent = Rank(plugin, 1), Rank(plugin, 1)
+    start = time.monotonic()
+    with pytest.raises(PluginError):
+        here.connect([here.handle, absent.handle], 0)
+    assert time.monotonic() - start < 5
+    assert f"LOOPBACK_RMA_FAULT: {told}" in capfd.readouterr().err
+    monkeypatch.delenv("LOOPBACK_RMA_FAULT")
+    with world(plugin, 2):
+        assert not plugin.inject(fault)
+        assert told in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("pair")
+def test_a_fault_is_taken_if_one_open_collective_has_its_rank(plugin: Plugin) -> None:
+    with world(plugin, 3):
+        assert plugin.inject("drop:rank=2")
+    assert not plugin.inject("drop:rank=2")
+
+
+def test_a_fault_is_refused_where_nothing_is_connected(
+    plugin: Plugin, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert not plugin.inject("drop:rank=0")
+    assert "no communicator is connected here;" in capfd.readouterr().err
+    assert plugin.inject("")
+
+
+@pytest.mark.usefixtures("pair")
+@pytest.mark.parametrize(
+    "fault", ["drop", "fail:rank=-1:peer=-1", "stall:rank=1:ms=1", "drop:peer=1:count=2", ""]
+)
+def test_a_fault_of_all_ranks_or_of_the_last_one_is_taken(plugin: Plugin, fault: str) -> None:
+    assert plugin.inject(fault)
+
+
 def test_a_failed_put_is_told_by_its_request_and_by_query(plugin: Plugin, pair: list[Rank]) -> None:
     assert plugin.inject("fail:rank=0:peer=1")
     request = pair[0].put(1, 0, 16, HALF)
@@ -320,6 +383,10 @@ def test_a_stall_for_ever_does_not_keep_a_rank_from_closing(plugin: Plugin) -> N
         ("LOOPBACK_RMA_SEED", "x", "whole number"),
         ("LOOPBACK_RMA_FAULT", "lose:rank=1", "drop, fail and stall"),
         ("LOOPBACK_RMA_FAULT", "drop:rang=1", "rank, peer, after, count and ms"),
+        ("LOOPBACK_RMA_FAULT", "drop:rank=0:rank=1", "'rank' of a fault is given twice"),
+        ("LOOPBACK_RMA_FAULT", "drop:ms=5", "'ms' of a fault is 5, but only a stall"),
+        ("LOOPBACK_RMA_FAULT", "fail:ms=5", "'ms' of a fault is 5, but only a stall"),
+        ("LOOPBACK_RMA_FAULT", "stall:count=2", "'count' of a fault is 2, but a stall"),
     ],
 )
 def test_a_malformed_setting_is_refused_with_what_is_allowed(
@@ -335,6 +402,25 @@ def test_a_malformed_setting_is_refused_with_what_is_allowed(
         Rank(plugin, 1)
     assert error.value.code == INVALID_USAGE
     assert told in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("absent", "No such file or directory"), ("file", "Not a directory")]
+)
+def test_a_folder_for_counters_that_cannot_serve_is_refused_at_the_start(
+    plugin: Plugin,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    name: str,
+    told: str,
+) -> None:  # fmt: skip
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LOOPBACK_RMA_STATS", str(tmp_path / name))
+    with pytest.raises(PluginError) as error:
+        Rank(plugin, 1)
+    assert error.value.code == INVALID_USAGE
+    assert f"LOOPBACK_RMA_STATS is '{tmp_path / name}': {told}" in capfd.readouterr().err
 
 
 def test_a_folder_without_room_names_what_is_needed(

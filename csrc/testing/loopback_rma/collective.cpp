@@ -48,6 +48,10 @@ Collective::Collective(const Settings& settings, const std::vector<Handle>& hand
   wire_.rank = rank;
   wire_.num_ranks = static_cast<int>(handles.size());
   wire_.random.seed(settings.seed * 1000003 + static_cast<uint64_t>(rank));
+  const std::string never = why_never(settings.fault, wire_.num_ranks);
+  if (!never.empty()) {  // before any wait for peers
+    throw Refusal("LOOPBACK_RMA_FAULT: " + never);
+  }
   connect(handles);
   arm(settings.fault);
   outbox_ = std::make_unique<Outbox>(&wire_);

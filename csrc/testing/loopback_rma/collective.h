@@ -86,6 +86,7 @@ class Collective {
   bool test(Request* request);
 
   bool failed() const { return wire_.failed; }
+  int num_ranks() const { return wire_.num_ranks; }
   void arm(const Fault& fault);
   std::vector<LoopbackRmaRow> rows(int32_t number) const;
 

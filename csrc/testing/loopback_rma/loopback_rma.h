@@ -27,7 +27,8 @@ struct LoopbackRmaRow {
 int loopback_rma_read(struct LoopbackRmaRow* rows, int capacity);
 
 // Arms a fault (syntax of LOOPBACK_RMA_FAULT, "" for none) in all collectives that are open here;
-// its `after` counts from now. Returns 0, or -1 if the text is malformed.
+// its `after` counts from now. Returns 0, or -1 if the text is malformed or the fault can happen in
+// none of them: no rank or peer of that number, or none open.
 int loopback_rma_inject(const char* fault);
 
 #ifdef __cplusplus

@@ -46,6 +46,20 @@ Result guarded(Result on_refusal, const Call& call) {
   }
 }
 
+// Throws Refusal if the fault can happen in no collective that is open here.
+void check_open(const Registry& known, const Fault& fault) {
+  std::string never = "no communicator is connected here; LOOPBACK_RMA_FAULT holds from the start";
+  for (const auto& [number, collective] : known.open) {
+    never = why_never(fault, collective->num_ranks());
+    if (never.empty()) {
+      return;
+    }
+  }
+  if (fault.kind != FaultKind::kNone) {
+    throw Refusal("a fault that can never happen is not armed: " + never);
+  }
+}
+
 Collective* collective_of(void* pointer) {
   return static_cast<Collective*>(pointer);
 }
@@ -288,6 +302,7 @@ __attribute__((visibility("default"))) int loopback_rma_inject(const char* text)
                                  const loopback_rma::Fault fault = loopback_rma::parse_fault(text);
                                  loopback_rma::Registry& known = loopback_rma::registry();
                                  const std::lock_guard<std::mutex> lock(known.mutex);
+                                 loopback_rma::check_open(known, fault);
                                  for (const auto& [number, collective] : known.open) {
                                    collective->arm(fault);
                                  }

@@ -43,4 +43,7 @@ Settings read_settings();
 // Throws Refusal. Example: "drop:rank=1:after=10:count=2".
 Fault parse_fault(const std::string& text);
 
+// Why a fault can never happen among so many ranks; empty where it can, or where there is none.
+std::string why_never(const Fault& fault, int num_ranks);
+
 }  // namespace loopback_rma
