@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -141,6 +141,52 @@ def check_rail_round(world: RailWorld, work: Round, *, streams: bool = False) ->
     no_faults(world)
 
 
+def check_sent_round(world: RailWorld, work: Round, *, streams: bool = False) -> None:
+    """As `check_rail_round`, with records that a launch of their own sends.
+
+    So fewer blocks have to be on the GPU at once.
+    """
+    plans = rail_plan(world, work, streams=streams)
+    check_plans(world, work, plans)
+    sends = world.rail_send_calls(work.topk_idx, work.x, work.topk_weights)
+    world.launch("rail_send", sends, streams=streams)
+    check_rows(work, rail_dispatch(world, work, plans, streams=streams, sent=True))
+    check_sums(work, rail_combine(world, work, plans, streams=streams))
+    no_faults(world)
+
+
+def late_epochs(world: RailWorld, epochs: int) -> Iterator[tuple[int, Round]]:
+    """Nine rounds in turns; in every fifth epoch each rank is late by a time of its own.
+
+    Args:
+        world: with mutations, which bring the delays.
+        epochs: how many.
+    """
+    kinds = ("uniform", "duplicates", "mostly_dropped")
+    works = [new_rail_round(world, kind, seed) for seed in range(3) for kind in kinds]
+    generator = torch.Generator().manual_seed(1)
+    for epoch in range(epochs):
+        most_us = 200 if epoch % 5 == 0 else 1
+        delays = torch.randint(0, most_us, (len(world.contexts),), generator=generator).tolist()
+        for context, delay in zip(world.contexts, delays, strict=True):
+            context.test_delay_us = delay
+        yield epoch, works[epoch * 7 % len(works)]
+
+
+def wrong_elements(
+    work: Round,
+    rows: Sequence[tuple[Tensor, Tensor | None]],
+    sums: tuple[Sequence[Tensor], Sequence[Tensor]],
+) -> Tensor:
+    """How many elements of a round's results differ in bits, on the GPU: nobody waits for it."""
+    weights = [each for _, each in rows if each is not None]
+    got = (*(each for each, _ in rows), *weights, *sums[0], *sums[1])
+    want = (*work.recv_x, *work.recv_weights, *work.out, *work.weight_grads)
+    return torch.stack(
+        [(a.view(torch.int16) != b.view(torch.int16)).sum() for a, b in zip(got, want, strict=True)]
+    ).sum()
+
+
 def no_faults(world: RailWorld) -> None:
     torch.cuda.synchronize(world.device)
     for rank in range(world.shape.ep_size):
@@ -164,9 +210,9 @@ def _guarded(like: Tensor) -> Tensor:
 
 
 def _check_guards(tensors: Sequence[Tensor]) -> None:
-    torch.cuda.synchronize()
-    for rank, rows in enumerate(tensors):
-        assert bool((rows[-_GUARD_ROWS:] == 77.0).all()), f"rank {rank}: stored past its tokens"
+    """One wait for all ranks."""
+    kept = torch.stack([(rows[-_GUARD_ROWS:] == 77.0).all() for rows in tensors]).tolist()
+    assert all(kept), f"rank {kept.index(False)}: stored past its tokens"
 
 
 def _unguarded(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -18,12 +18,15 @@ from kernel_world import (
 from rail_cases import (
     WORLDS,
     check_rail_round,
+    check_sent_round,
+    late_epochs,
     new_rail_round,
     new_rail_world,
     no_faults,
     rail_combine,
     rail_dispatch,
     rail_plan,
+    wrong_elements,
 )
 from torch import Tensor
 
@@ -35,12 +38,23 @@ pytestmark = pytest.mark.gpu(1)
 
 @pytest.mark.parametrize(("num_domains", "domain_size"), WORLDS)
 @pytest.mark.parametrize("kind", sorted(ROUTINGS))
-@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize("alignment", [1, 16, 128])
 def test_a_round_equals_the_specification(
     num_domains: int, domain_size: int, kind: str, alignment: int
 ) -> None:
     world = new_rail_world(num_domains, domain_size)
     check_rail_round(world, new_rail_round(world, kind, num_domains, alignment=alignment))
+
+
+@pytest.mark.parametrize(("num_domains", "domain_size"), WORLDS)
+@pytest.mark.parametrize("kind", sorted(ROUTINGS))
+def test_a_round_over_late_puts_equals_the_specification(
+    num_domains: int, domain_size: int, kind: str
+) -> None:
+    """All alignments in one world: each finds what the one before left."""
+    world = new_rail_world(num_domains, domain_size, net="chaos", chaos_seed=domain_size)
+    for alignment in (1, 16, 128):
+        check_rail_round(world, new_rail_round(world, kind, alignment, alignment=alignment))
 
 
 def _one_rank(tokens: Sequence[int], num_experts: int) -> list[Tensor]:
@@ -152,11 +166,32 @@ def test_unequal_alignments_are_refused_in_every_domain() -> None:
     check_rail_round(world, new_rail_round(world, "uniform"))
 
 
+@pytest.mark.parametrize("net", ["loop", "chaos"])
 @pytest.mark.parametrize("num_channels", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize("num_blocks", [1, 3])
-def test_the_number_of_blocks_does_not_change_a_bit(num_channels: int, num_blocks: int) -> None:
-    world = new_rail_world(num_channels=num_channels, num_blocks=num_blocks)
+def test_the_number_of_blocks_does_not_change_a_bit(
+    num_channels: int, num_blocks: int, net: str
+) -> None:
+    world = new_rail_world(num_channels=num_channels, num_blocks=num_blocks, net=net)
     check_rail_round(world, new_rail_round(world))
+
+
+@pytest.mark.parametrize("net", ["loop", "chaos"])
+@pytest.mark.parametrize("num_channels", [2, 4, 8])
+@pytest.mark.parametrize(("num_domains", "domain_size"), [(2, 4), (8, 1)])
+def test_the_number_of_blocks_of_eight_ranks_does_not_change_a_bit(
+    num_domains: int, domain_size: int, num_channels: int, net: str
+) -> None:
+    """With two for the rails and one for the puts that are late, 8 x 11 blocks at most."""
+    world = new_rail_world(num_domains, domain_size, num_channels=num_channels, net=net)
+    check_rail_round(world, new_rail_round(world))
+
+
+def test_sixteen_blocks_of_eight_ranks_do_not_change_a_bit() -> None:
+    """8 x 16 is as many as one GPU has room for, so records are sent before, by other blocks."""
+    world = new_rail_world(2, 4, num_channels=16, num_blocks=1)
+    for seed in range(2):
+        check_sent_round(world, new_rail_round(world, seed=seed), streams=True)
 
 
 @pytest.mark.parametrize("ring_depth", [1, 3])
@@ -171,6 +206,26 @@ def test_many_rounds_reuse_every_slot(num_domains: int, domain_size: int) -> Non
     for seed in range(8):
         kind = sorted(ROUTINGS)[seed % len(ROUTINGS)]
         check_rail_round(world, new_rail_round(world, kind, seed, alignment=4 ** (seed % 3)))
+
+
+@pytest.mark.parametrize("net", ["loop", "chaos"])
+@pytest.mark.parametrize(
+    ("num_domains", "domain_size"), [world for world in WORLDS if world != (2, 2)]
+)
+def test_two_hundred_epochs_with_late_ranks(num_domains: int, domain_size: int, net: str) -> None:
+    """As a thousand of 2x2 in test_rail_faults.py; what differs is counted on the GPU."""
+    world = new_rail_world(
+        num_domains, domain_size, hidden=64, max_tokens=33, net=net, mutations=True
+    )
+    wrong = []
+    for epoch, work in late_epochs(world, 200):
+        plans = rail_plan(world, work)
+        rows = rail_dispatch(world, work, plans, duplicate=epoch % 2)
+        wrong.append(wrong_elements(work, rows, rail_combine(world, work, plans)))
+        if epoch % 10 == 9:
+            check_plans(world, work, plans)
+    no_faults(world)
+    assert torch.stack(wrong).nonzero().flatten().tolist() == []  # epochs
 
 
 def test_a_launch_for_each_rank_on_its_own_stream() -> None:
