@@ -44,6 +44,19 @@ nvidia-smi -L >/dev/null 2>&1 ||
   { echo "bench_one_gpu.sh: no GPU here; 'ep-dispatcher bench run' needs none" >&2; exit 2; }
 mkdir -p "$out" || exit 2
 
+# count_left: left_s is what the benchmark has; refuses where that is nothing
+count_left() {
+  left_s=$((budget_s - SECONDS - pages_s))
+  ((left_s > 0)) && return
+  echo "bench_one_gpu.sh: --budget $budget_s leaves no time to measure after $SECONDS s and $pages_s" \
+    "for the pages; give more, or run it again: what was built stays" >&2
+  exit 2
+}
+count_left
+# Before a build of minutes: an option that nobody knows. --list ends it there.
+((${#rest[@]} == 0)) ||
+  "$PYTHON" -m ep_dispatcher bench run "${rest[@]}" --list >/dev/null || exit 2
+
 step "native module"
 build_native >"$out/build.log" 2>&1 ||
   echo "the build failed, so ep_dispatcher/device will be a row without a time: $out/build.log"
@@ -58,7 +71,7 @@ recover=() # an MPS that was up before is left alone
 [[ ! $mps_is_mine ]] || recover=(--recover scripts/restart_mps.sh)
 
 step "benchmark"
-left_s=$((budget_s - SECONDS - pages_s))
+count_left
 timeout --signal=INT $((left_s + 15)) "$PYTHON" -m ep_dispatcher bench run --config "$cells" \
   --out "$out" --budget "$left_s" --no-report \
   ${recover[@]+"${recover[@]}"} \

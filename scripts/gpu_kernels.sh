@@ -15,7 +15,18 @@ RESULTS=${RESULTS:-runs/gpu_kernels}
 BUILD=build/gpu_kernels
 FLAGS=(-std=c++17 -O3 -lineinfo -Icsrc -cudart=static -Xcompiler=-fPIC,-fvisibility=hidden
   -gencode=arch=compute_90,code=sm_90)
-STEPS=${*:-build example time}
+ALL_STEPS='build example time'
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+  sed -n '2,9s/^# \{0,1\}//p' "$0"
+  exit
+fi
+for step in "$@"; do
+  if [[ " $ALL_STEPS " != *" $step "* ]]; then
+    echo "no step is called $step; steps: $ALL_STEPS"
+    exit 2
+  fi
+done
+STEPS=${*:-$ALL_STEPS}
 mkdir -p "$BUILD" "$RESULTS"
 export OMP_NUM_THREADS=4 CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}

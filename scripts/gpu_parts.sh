@@ -10,7 +10,7 @@ mkdir -p "$RESULTS"
 # row VERDICT NAME START LOG: one line with what the log says last; any verdict but ok is a failure
 row() {
   [[ $1 == ok ]] || failed=1
-  printf '%-10s %-22s %4d s  %s\n' "$1" "$2" $((SECONDS - $3)) \
+  printf '%-10s %-24s %4d s  %s\n' "$1" "$2" $((SECONDS - $3)) \
     "$(grep -v '^$' "$4" | tail -n 1 | cut -c1-150)" | tee -a "$RESULTS/table.txt"
 }
 
@@ -52,16 +52,18 @@ need_mps() {
   return 1
 }
 
-# run_parts NAMES PART...: run them; NAMES are all there are. Ends the script.
+# run_parts NAMES PART...: run them, once all are known; NAMES are all there are. Ends the script.
 run_parts() {
   local part names=$1
   shift
-  : >"$RESULTS/table.txt"
   for part in "$@"; do
     if ! declare -F "part_$part" >/dev/null; then
       echo "no part is called $part; parts: $names"
       exit 2
     fi
+  done
+  : >"$RESULTS/table.txt"
+  for part in "$@"; do
     "part_$part"
   done
   exit "$failed"
