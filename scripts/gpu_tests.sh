@@ -20,6 +20,10 @@ RESULTS=${RESULTS:-runs/gpu_tests}
 . scripts/gpu_parts.sh
 
 ALL_PARTS=(build kernels faults example windows rails gin doctor sanitize)
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+  sed -n '2,13s/^# \{0,1\}//p' "$0"
+  exit
+fi
 (($# > 0)) || set -- "${ALL_PARTS[@]}"
 ALL_WORLDS='2x1 4x1 2x2 2x4 4x2 8x1'
 FAULT_WORLDS='2x1 4x1 2x2' # of them; those that tests/test_rail_gin_faults.py has
@@ -27,7 +31,9 @@ WORLDS=${WORLDS:-$ALL_WORLDS}
 ALL_TOOLS='memcheck initcheck racecheck synccheck'
 TOOLS=${TOOLS:-$ALL_TOOLS}
 TESTS=("$PYTHON" -m pytest -q --maxfail 10 --timeout 60 -p no:cacheprovider)
-SANITIZED=(-m sanitize tests/test_kernels.py tests/test_combine_gather.py tests/test_kernel_faults.py)
+SANITIZED=(tests/test_kernels.py tests/test_combine_gather.py tests/test_kernel_faults.py)
+SIZES='round_equals or tiny or length or of_experts or of_tokens' # over half of test_kernels.py
+SANITIZE_S=395 # of the whole part
 OURS=(--kernel-name kernel_substring=_ZN2ep) # kernels of namespace ep
 
 part_build() {
@@ -94,29 +100,60 @@ part_training() {
   check "streams of chunks" 200 "${TESTS[@]}" --timeout 120 tests/test_megatron_overlap_gpu.py
 }
 
-# sanitize TOOL: over the tests marked for it, the C example and the rails; limits are those of four
-# tools at a time. The log names each test, so that a run that was cut tells how far it came.
-sanitize() {
-  local tool=$1
-  local run=(compute-sanitizer --tool "$tool" --error-exitcode 9)
-  case $tool in
+# under TOOL: `run` is how a program is run under it
+under() {
+  run=(compute-sanitizer --tool "$1" --error-exitcode 9)
+  case $1 in
     initcheck) ;; # follows what other kernels write, so it must see them all
     # It counts a block's barriers from cuda::barrier objects, of which ours are none: told here.
     synccheck) run+=("${OURS[@]}" --num-cuda-barriers 256) ;;
     *) run+=("${OURS[@]}") ;;
   esac
+}
+
+# cases NAME TOOL WORD...: over tests marked for it, until the part's time is over. The log names each
+# test, so that a run that was cut tells how far it came.
+cases() {
+  local name=$1 run
+  under "$2"
+  shift 2
+  check "$name" $((until_s - SECONDS)) "${run[@]}" "${TESTS[@]}" -vv --durations 5 --timeout 300 \
+    -m sanitize "$@"
+}
+
+# sanitize TOOL: over the C example, the rails and, but for initcheck, all marked tests
+sanitize() {
+  local tool=$1 run
+  under "$tool"
   check "$tool example" 60 "${run[@]}" build/gpu_kernels/table_peers
   check "$tool rails" 200 env PYTHONPATH="$PWD" "${run[@]}" "$PYTHON" tests/rail_sanitize.py
-  check "$tool" 560 "${run[@]}" "${TESTS[@]}" -vv --durations 5 --timeout 300 "${SANITIZED[@]}"
+  [[ $tool == initcheck ]] || cases "$tool" "$tool" "${SANITIZED[@]}"
+}
+
+# initcheck: its tests, a check a file and two for the largest. It takes longer for a case the more
+# its process has seen: 3 s for one alone, 11 s each for 16.
+initcheck() {
+  local file name
+  for file in "${SANITIZED[@]}"; do
+    name=${file#tests/test_}
+    name="initcheck ${name%.py}"
+    if [[ $file == */test_kernels.py ]]; then
+      beside cases "$name, sizes" initcheck "$file" -k "$SIZES"
+      beside cases "$name, rest" initcheck "$file" -k "not ($SIZES)"
+    else
+      beside cases "$name" initcheck "$file"
+    fi
+  done
 }
 
 part_sanitize() {
-  local tool
+  local tool until_s=$((SECONDS + SANITIZE_S))
   # The kernels share one launch here, so code may be loaded lazily; eager loading takes minutes.
   # Without the cache of torch, each tensor is an allocation whose end the tools can see.
   export CUDA_MODULE_LOADING=LAZY PYTORCH_NO_CUDA_MEMORY_CACHING=1
   for tool in $TOOLS; do
     beside sanitize "$tool"
+    [[ $tool != initcheck ]] || initcheck
   done
   meet
   export CUDA_MODULE_LOADING=EAGER

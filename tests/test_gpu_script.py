@@ -1,4 +1,7 @@
-"""scripts/gpu_tests.sh runs every test that needs a GPU, and refuses what it does not know."""
+"""Scripts for one GPU: each test that needs one is run; what a script does not know is refused.
+
+Programs of the driver and the interpreter are stand-ins here that write down how they were called.
+"""
 
 from __future__ import annotations
 
@@ -99,3 +102,142 @@ def test_recording_names_its_parts_and_refuses_others(tmp_path: Path) -> None:
             timeout=20,
         )
         assert (done.returncode, told in done.stdout) == (code, True)
+
+
+def stand_in(folder: Path, name: str, does: str = "") -> Path:
+    """A program that appends its name and words to `calls` beside it, and then `does` something."""
+    program = folder / name
+    program.write_text(f'#!/bin/bash\necho "{name} $*" >>"{folder}/calls"\n{does}\n')
+    program.chmod(0o755)
+    return program
+
+
+def run_beside(
+    folder: Path, script: str, *words: str, **environment: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run a script, stand-ins first on its path; what it did, and calls of the stand-ins."""
+    done = subprocess.run(
+        [SCRIPT.with_name(script), *words],
+        env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "RESULTS": str(folder / "out")}
+        | {"TMPDIR": str(folder), "PYTHON": str(folder / "python")} | environment,
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    calls = folder / "calls"
+    return done, calls.read_text().splitlines() if calls.is_file() else []
+
+
+@pytest.mark.parametrize("script", ["gpu_tests.sh", "gpu_record.sh"])
+def test_all_parts_are_known_before_the_first_runs(script: str, tmp_path: Path) -> None:
+    stand_in(tmp_path, "python")
+    done, calls = run_beside(tmp_path, script, "kernels", "bogus")
+    assert (done.returncode, calls) == (2, [])
+    assert "no part is called bogus; parts: " in done.stdout
+
+
+@pytest.mark.parametrize("words", [["biuld"], ["build", "--bogus"], ["kernels"]])
+def test_steps_of_the_kernels_are_known_before_the_first_runs(
+    words: list[str], tmp_path: Path
+) -> None:
+    for name in ("python", "nvcc"):
+        stand_in(tmp_path, name)
+    done, calls = run_beside(tmp_path, "gpu_kernels.sh", *words)
+    assert (done.returncode, calls) == (2, [])
+    assert done.stdout == f"no step is called {words[-1]}; steps: build example time\n"
+
+
+@pytest.mark.parametrize("script", ["gpu_tests.sh", "gpu_kernels.sh", "bench_one_gpu.sh"])
+def test_help_is_the_head_of_the_script(script: str, tmp_path: Path) -> None:
+    done, calls = run_beside(tmp_path, script, "--help")
+    assert (done.returncode, calls) == (0, [])
+    head = SCRIPT.with_name(script).read_text(encoding="utf-8").split("\nset -uo pipefail")[0]
+    assert done.stdout == "".join(f"{line[2:]}\n" for line in head.splitlines()[1:])
+
+
+@pytest.fixture
+def one_gpu(tmp_path: Path) -> Path:
+    """A folder of stand-ins for what scripts/bench_one_gpu.sh calls; the build takes 3 s."""
+    for name in ("nvidia-smi", "nvidia-cuda-mps-control"):
+        stand_in(tmp_path, name)
+    unknown = '[[ $* != *--bogus* ]] || { echo "unrecognized arguments: --bogus" >&2; exit 2; }'
+    stand_in(tmp_path, "python", f"{unknown}\n[[ $* != *setup.py* ]] || sleep 3")
+    return tmp_path
+
+
+def test_a_build_that_takes_the_whole_budget_is_told(one_gpu: Path) -> None:
+    words = ["--lines-only", "--out", str(one_gpu / "out"), "--budget", "3"]
+    done, calls = run_beside(one_gpu, "bench_one_gpu.sh", *words)
+    assert any("setup.py" in call for call in calls)
+    assert not any("bench" in call for call in calls)
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"bench_one_gpu.sh: --budget 3 leaves no time to measure after \d+ s and 0 for the pages; "
+        r"give more, or run it again: what was built stays\n",
+        done.stderr,
+    )
+
+
+def test_a_budget_that_pages_take_is_refused_before_the_build(one_gpu: Path) -> None:
+    words = ["--out", str(one_gpu / "out"), "--budget", "20"]
+    done, calls = run_beside(one_gpu, "bench_one_gpu.sh", *words)
+    assert (done.returncode, [call for call in calls if call.startswith("python")]) == (2, [])
+    assert "--budget 20 leaves no time to measure" in done.stderr
+
+
+def test_an_option_of_the_bench_is_refused_before_the_build(one_gpu: Path) -> None:
+    words = ["--out", str(one_gpu / "out"), "--lines-only", "--bogus"]
+    done, calls = run_beside(one_gpu, "bench_one_gpu.sh", *words)
+    assert done.returncode == 2
+    assert calls == ["nvidia-smi -L", "python -m ep_dispatcher bench run --bogus --list"]
+    assert done.stderr == "unrecognized arguments: --bogus\n"
+
+
+def sanitized(folder: Path, tools: str) -> list[tuple[int, str]]:
+    """Limit in s and command of each check of the part `sanitize`."""
+    stand_in(folder, "timeout", 'exec "${@:4}"')
+    stand_in(folder, "compute-sanitizer", "echo passed")
+    done, calls = run_beside(folder, "gpu_tests.sh", "sanitize", TOOLS=tools)
+    assert done.returncode == 0, done.stdout
+    limits = [call.split(" ", 4) for call in calls if call.startswith("timeout")]
+    checks = [(int(words[3]), words[4]) for words in limits]
+    assert len(done.stdout.splitlines()) == len(checks)  # a row each
+    return checks
+
+
+MARKED = ["test_kernels", "test_combine_gather", "test_kernel_faults"]
+
+
+def test_sanitizers_fit_in_one_call(tmp_path: Path) -> None:
+    """Each tool is one check over all files but initcheck, which is one a file and two for one."""
+    checks = sanitized(tmp_path, "memcheck initcheck")
+    assert max(limit for limit, _ in checks) <= 395
+    cases = [command for _, command in checks if "-m sanitize" in command]
+    files = [re.findall(r"tests/(\w+)\.py", case) for case in cases if "memcheck" in case]
+    assert files == [MARKED]
+    cases = [case for case in cases if "initcheck" in case]
+    files = [re.findall(r"tests/(\w+)\.py", case) for case in cases]
+    assert sorted(files) == sorted([name] for name in ["test_kernels", *MARKED])
+    chosen = sorted(case.partition(" -k ")[2] for case in cases if "/test_kernels.py" in case)
+    assert chosen[0] == f"not ({chosen[1]})"  # no case is in neither
+
+
+@pytest.mark.slow
+def test_initcheck_has_about_half_of_the_largest_file_in_each_check() -> None:
+    sizes = re.search(r"^SIZES='(.*?)'", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sizes is not None
+    words = [
+        "tests/test_kernels.py",
+        "-m",
+        "sanitize",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
+    found = []
+    for chosen in (sizes[1], f"not ({sizes[1]})"):
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *words, "-k", chosen],
+            capture_output=True, text=True, check=True, timeout=60, cwd=TESTS.parent,
+        )  # fmt: skip
+        found.append(done.stdout.count("::"))
+    assert min(found) > 0.4 * sum(found), found
