@@ -7,16 +7,19 @@ import dataclasses
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from device_cases import (
     Case,
     Inputs,
+    differences,
     inputs,
+    poisoned_memory,
     rounds_differ,
     run_once,
 )
@@ -25,7 +28,9 @@ from loopback_rma import Plugin
 from ep_dispatcher import AgreementError, ConfigError, EpConfig, EPGroup, EpTimeoutError, Plan
 from ep_dispatcher.device import DeviceBackend
 from ep_dispatcher.memory import persistent_bytes
+from ep_dispatcher.rail_device import RailBackend
 
+Found = TypeVar("Found")
 Network = dict[str, str]  # settings of the plugin, which reads them for each communicator
 
 
@@ -51,15 +56,47 @@ def settings(network: Network) -> Iterator[None]:
             del os.environ[name]
 
 
-def differ_on(
+def over(
     process_group: dist.ProcessGroup,
     network: Network,
-    work: Callable[..., list[str]],
+    work: Callable[..., Found],
     *args: object,
-) -> list[str]:
-    """What `work(process_group, *args)` finds to differ over such a network."""
+) -> Found:
+    """What `work(process_group, *args)` finds over such a network."""
     with settings(network):
         return work(process_group, *args)
+
+
+def groups_differ(process_group: dist.ProcessGroup, groups: Sequence[Sequence[Case]]) -> list[str]:
+    """What differs from the reference in groups one after the other, each with several rounds.
+
+    Args:
+        process_group: of all ranks.
+        groups: cases of each group's rounds; the first one's config has room for the others.
+    """
+    return [
+        f"group {number}, {what}"
+        for number, cases in enumerate(groups)
+        for what in _cases_differ(process_group, cases)
+    ]
+
+
+def _cases_differ(process_group: dist.ProcessGroup, cases: Sequence[Case]) -> list[str]:
+    found = []
+    with (
+        EPGroup.create(process_group, cases[0].config("device")) as device,
+        EPGroup.create(process_group, cases[0].config("reference")) as reference,
+    ):
+        for number, case in enumerate(cases):
+            given = inputs(case, device.ep_rank)
+            want = run_once(reference, given)
+            with poisoned_memory():
+                got = run_once(device, given)
+            torch.cuda.synchronize()  # as in rounds_differ
+            found += [f"round {number}: {name}" for name in differences(got, want)]
+            if int(got.plan.demand_rows) != want.plan.demand_rows:
+                found.append(f"round {number}: demand_rows")
+    return found
 
 
 def captured_without_capacity(process_group: dist.ProcessGroup, case: RailCase) -> str:
@@ -126,6 +163,105 @@ def _settled(plugin: Plugin, rank: int) -> Counter[tuple[int, int]]:
     """The counters once this rank's kernels have ended; each waits for its own puts."""
     torch.cuda.synchronize()
     return count_puts(plugin, rank)
+
+
+class EarlySends:
+    """In the place of a backend's native module: plans send a dispatch's records, then count.
+
+    Attributes:
+        given: inputs of the dispatch that comes after the next plan; None: it sends by itself.
+        watches: whether nobody counts before all ranks' records are sent, and puts are counted.
+        marks: puts of records, by peer, before and after those were sent and after their dispatch.
+    """
+
+    def __init__(self, backend: RailBackend, case: RailCase, counters: Plugin) -> None:
+        """Take the module's place for as long as the backend lives."""
+        self.given: Inputs | None = None
+        self.watches = False
+        self.marks: list[Counter[int]] = []
+        self._module, self._session, self._counters = backend._module, backend._session, counters
+        self._row_bytes = case.config("device").shape.row_bytes
+        self._record_bytes = self._row_bytes + 4 * case.num_topk
+        self._sent = False
+        backend._module = self
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        """What the module has."""
+        return getattr(self._module, name)
+
+    def rail_counts(self, call: Any, stream: int) -> None:  # noqa: ANN401
+        """Send, then count."""
+        given, self.given = self.given, None
+        if given is not None:
+            self._mark()
+            self._module.rail_send(self._arguments(given), stream)
+            self._sent = True
+            self._mark()
+        self._module.rail_counts(call, stream)
+
+    def rail_dispatch(self, call: Any, stream: int) -> None:  # noqa: ANN401
+        """Dispatch, without what was sent."""
+        call.sent = int(self._sent)
+        self._module.rail_dispatch(call, stream)
+        if self._sent:
+            self._mark()
+        self._sent = False
+
+    def _mark(self) -> None:
+        """Count this rank's puts of that size once its kernels have ended."""
+        if self.watches:
+            puts, size = _settled(self._counters, self._session.ep_rank), self._record_bytes
+            marked = {peer: number for (peer, each), number in puts.items() if each == size}
+            self.marks.append(Counter(marked))
+
+    def _arguments(self, given: Inputs) -> Any:  # noqa: ANN401
+        assert self._session.rails is not None
+        call = self._module.RailSendArgs(self._session.context, self._session.rails.rail)
+        call.topk_idx, call.x = given.topk_idx.data_ptr(), given.x.data_ptr()
+        call.num_tokens, call.num_topk = given.topk_idx.shape
+        call.row_bytes, call.topk_weights = self._row_bytes, given.weights.data_ptr()
+        return call
+
+
+@dataclass(frozen=True)
+class Early:
+    """Records that left before the counts.
+
+    Attributes:
+        differ: results of all rounds that are not the reference's.
+        before_counts, altogether: puts of the first round's records by peer, before any rank
+            counted and until the end of their dispatch.
+        tokens: that had to cross, by peer.
+    """
+
+    differ: list[str]
+    before_counts: Counter[int]
+    altogether: Counter[int]
+    tokens: Counter[int]
+
+
+def early_rounds(
+    process_group: dist.ProcessGroup, case: RailCase, plugin: str, rounds: int
+) -> Early:
+    """Rounds whose plans send; in the first of them ranks wait between sending and counting."""
+    found, tokens = [], []
+    with (
+        EPGroup.create(process_group, case.config("device")) as device,
+        EPGroup.create(process_group, case.config("reference")) as reference,
+    ):
+        assert isinstance(device._backend, RailBackend)
+        early = EarlySends(device._backend, case, Plugin(Path(plugin)))
+        for number in range(rounds):
+            given = inputs(case.round(number), device.ep_rank)
+            want = run_once(reference, given)
+            early.given, early.watches = given, number == 0
+            with poisoned_memory():
+                got = run_once(device, given)
+            torch.cuda.synchronize()  # as in rounds_differ
+            tokens.append(crossing_tokens(got.plan))
+            found += [f"round {number}: {name}" for name in differences(got, want)]
+        first, sent, dispatched = early.marks
+        return Early(found, sent - first, dispatched - first, tokens[0])
 
 
 def memory_of_group(process_group: dist.ProcessGroup, case: RailCase) -> tuple[int, int]:
