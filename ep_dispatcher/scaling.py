@@ -20,9 +20,9 @@ from typing import Any
 from ep_dispatcher.accounting import expected_traffic
 from ep_dispatcher.config import EpConfig, MoeShape, Topology
 from ep_dispatcher.errors import ConfigError
-from ep_dispatcher.memory import partial_bytes, persistent_bytes, rail_record_bytes
+from ep_dispatcher.memory import partial_bytes, persistent_bytes
 from ep_dispatcher.plan import Placement
-from ep_dispatcher.rail_memory import rail_blocks
+from ep_dispatcher.rail_memory import WORD_BYTES, rail_blocks
 
 DOMAINS = (1, 2, 4, 8, 16, 32, 64)
 FIXED_US = 30.0  # start of a kernel, entry signals, the first chunk's way over both links
@@ -55,12 +55,11 @@ class Rates:
     """What one SM does, from one GPU's measurement: GB a second of rows.
 
     Attributes:
-        dispatch_gb_s: expert rows stored, in one domain; the best is that of 8 SMs a rank (at 16
-            SMs 39.7 was measured).
+        dispatch_gb_s: expert rows stored, in one domain.
         combine_gb_s: expert rows summed, inside a domain, by the push form (`auto` takes gather on
-            one domain); the best is that of 8 SMs a rank, too (22.1 at 16).
+            one domain).
         forward_gb_s: expert rows stored, where most come from landing slots.
-        send_gb_s: rows made into records.
+        send_gb_s: rows made into records; what a record has beside its row is not counted.
         return_gb_s: sums put, while others are added up.
     """
 
@@ -160,12 +159,21 @@ def _lines(path: Path, hidden: int) -> Iterator[dict[str, Any]]:
             yield row
 
 
+def record_bytes(config: EpConfig) -> int:
+    """Bytes of one put of dispatch: a row and the weight of each slot, as `accounting.side_bytes`.
+
+    What lies in the slot where it lands is padded (`memory.rail_record_bytes`); the padding does
+    not cross.
+    """
+    return config.shape.row_bytes + WORD_BYTES * config.shape.num_topk
+
+
 @dataclass(frozen=True)
 class Phase:
-    """Row bytes over a rail and over NVLink, and the SM rates of the two parts."""
+    """Bytes of one put, and of one row over NVLink and in the rates; the rates of the two parts."""
 
     name: str
-    rail_row_bytes: int
+    put_bytes: int
     row_bytes: int
     sm_gb_s: float
     rail_sm_gb_s: float
@@ -173,6 +181,8 @@ class Phase:
 
 def estimate(config: EpConfig, num_domains: int, machine: Machine, rates: Rates) -> list[Estimate]:
     """Dispatch and combine of uniform routing over `num_domains` domains.
+
+    Of a forward pass: dispatch carries weights, combine no gradients of them.
 
     Example: one domain has no rail, so rail_us is 0.
     """
@@ -188,7 +198,7 @@ def estimate(config: EpConfig, num_domains: int, machine: Machine, rates: Rates)
     both = (
         Phase(
             "dispatch",
-            rail_record_bytes(config),
+            record_bytes(config),
             shape.row_bytes,
             rates.forward_gb_s if several else rates.dispatch_gb_s,
             rates.send_gb_s,
@@ -205,11 +215,11 @@ def estimate(config: EpConfig, num_domains: int, machine: Machine, rates: Rates)
         Estimate(
             phase=one.name,
             num_domains=num_domains,
-            rail_us=across * one.rail_row_bytes / machine.rail_gb_s / 1e3,
+            rail_us=across * one.put_bytes / machine.rail_gb_s / 1e3,
             nvlink_us=inside * one.row_bytes / machine.nvlink_gb_s / 1e3,
             sm_us=expert_rows / one.sm_gb_s / machine.num_sms / 1e3,
-            rail_sm_us=across * one.rail_row_bytes / one.rail_sm_gb_s / blocks / 1e3,
-            rail_mb=across * one.rail_row_bytes / 1e6,
+            rail_sm_us=across * one.row_bytes / one.rail_sm_gb_s / blocks / 1e3,
+            rail_mb=across * one.put_bytes / 1e6,
             puts=across,
         )
         for one in both
@@ -246,17 +256,40 @@ def table(machine: Machine, rates: Rates, domains: Iterable[int] = DOMAINS) -> s
     return "\n".join(lines)
 
 
-# Published times, us, each recomputed from the publisher's rate by the rule beside it.
-# (name, domains, dispatch us, combine us)
+# Published times, or recomputed from the publisher's rate by the rule in docs/scaling.md.
+# (name, ((domains, dispatch us, combine us), ...))
 PUBLISHED = (
-    ("Hybrid-EP kernels, H100, 16 SMs", ((2, 1633, 1859), (4, 3678, 3691), (8, 6218, 6244))),
+    ("Hybrid-EP kernels, H100, 16 SMs, BF16", ((2, 1633, 1859), (4, 3678, 3691), (8, 6218, 6244))),
     ("pplx-garden on CX7", ((4, 4012, 7527), (8, 4665, 8771))),
     ("DeepEP as pplx-garden ran it, CX7", ((2, 2482, 1864), (4, 3680, 3565), (8, 5072, 5923))),
 )
 
 
+def beside(machine: Machine, rates: Rates) -> str:
+    """A Markdown table of the model's times and the published ones, us."""
+    names = [name for name, _ in PUBLISHED]
+    lines = [
+        f"| domains of {machine.domain_size} | model, ours, us (dispatch, combine) | "
+        + " | ".join(names)
+        + " |",
+        "|" + "---|" * (2 + len(names)),
+    ]
+    for count in sorted({point[0] for _, points in PUBLISHED for point in points}):
+        config = typical_config(count, machine.domain_size)
+        ours = ", ".join(f"{one.total_us:.0f}" for one in estimate(config, count, machine, rates))
+        cells = [str(count), ours]
+        for _, points in PUBLISHED:
+            theirs = [f"{p[1]}, {p[2]}" for p in points if p[0] == count]
+            cells.append(theirs[0] if theirs else "(left out)")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def plot(machine: Machine, rates: Rates, path: Path) -> None:
-    """Time against domains, the model as lines, published times as marks."""
+    """Time against domains, the model as lines, published times as marks.
+
+    What was drawn stands in the picture's description too, where a test can read it.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -289,12 +322,13 @@ def plot(machine: Machine, rates: Rates, path: Path) -> None:
     figure.suptitle(
         "MODEL, no RDMA hardware was used: T=4096 H=7168 K=8 BF16, uniform", fontsize=10
     )
-    figure.savefig(path, metadata={"Date": None})
+    drawn = f"{rates}\n{table(machine, rates)}\n{beside(machine, rates)}"
+    figure.savefig(path, metadata={"Date": None, "Description": drawn})
     plt.close(figure)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print the table and write the picture."""
+    """Print the tables and write the picture."""
     parser = argparse.ArgumentParser(description="Model of time against NVLink domains.")
     parser.add_argument("--results", type=Path, default=Path("docs/results"), help="folder")
     parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of scaling.svg")
@@ -305,7 +339,8 @@ def main(words: Sequence[str] | None = None) -> int:
         rates = read_rates(args.results)
     except ConfigError as error:
         parser.error(f"--results: {error}")
-    sys.stdout.write(f"{rates}\n{H200_CX7}\n\n{table(H200_CX7, rates)}\n")
+    tables = f"{table(H200_CX7, rates)}\n\n{beside(H200_CX7, rates)}"
+    sys.stdout.write(f"{rates}\n{H200_CX7}\n\n{tables}\n")
     plot(H200_CX7, rates, args.out / "scaling.svg")
     return 0
 
