@@ -26,7 +26,7 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
 fi
 (($# > 0)) || set -- "${ALL_PARTS[@]}"
 ALL_WORLDS='2x1 4x1 2x2 2x4 4x2 8x1'
-FAULT_WORLDS='2x1 4x1 2x2' # of them; those that tests/test_rail_gin_faults.py has
+FAULT_WORLDS='2x1 4x1 2x2 2x4 8x1' # of them; those that tests/test_rail_gin_faults.py has
 WORLDS=${WORLDS:-$ALL_WORLDS}
 ALL_TOOLS='memcheck initcheck racecheck synccheck'
 TOOLS=${TOOLS:-$ALL_TOOLS}

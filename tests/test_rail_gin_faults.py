@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import rail_gin_cases as cases
 from fault_causes import names_cause
-from rail_gin_world import WORLDS, Domains, open_domains
+from rail_gin_world import WORLD_IDS, WORLDS, Domains, open_domains
 
 DEADLINE_S = 2.0
 CLOSING_S = 10.0  # NCCL's abort of a communicator, and that of the plugin
@@ -18,9 +18,18 @@ CLOSING_S = 10.0  # NCCL's abort of a communicator, and that of the plugin
 pytestmark = [pytest.mark.gpu(1), pytest.mark.fault, pytest.mark.timeout(120)]
 
 
-@pytest.fixture(scope="module", params=WORLDS[:3], ids=["2x2", "2x1", "4x1"])
+_SMALL = WORLD_IDS[:3]  # up to four ranks
+
+
+def worlds(*names: str) -> pytest.MarkDecorator:
+    """A test's worlds, of D x L ranks each."""
+    chosen = [WORLDS[WORLD_IDS.index(name)] for name in names]
+    return pytest.mark.parametrize("domains", chosen, ids=names, indirect=True)
+
+
+@pytest.fixture(scope="module")
 def domains(request: pytest.FixtureRequest, plugin: str) -> Iterator[Domains]:
-    """The worlds of up to four ranks, for all tests."""
+    """A world, for all tests that have it."""
     num_ranks, domain_size = request.param
     with open_domains(num_ranks, domain_size, plugin) as opened:
         yield opened
@@ -43,6 +52,7 @@ def check_told(domains: Domains, answers: list[cases.Told], culprits: set[int]) 
 
 
 @pytest.mark.parametrize("fault", ["stall:rank=1", "drop:rank=1:after=3", "fail:rank=1:after=3"])
+@worlds(*_SMALL)
 def test_a_network_that_fails_is_told_in_time_and_a_new_group_works(
     domains: Domains, plugin: str, fault: str
 ) -> None:
@@ -51,13 +61,29 @@ def test_a_network_that_fails_is_told_in_time_and_a_new_group_works(
     check_told(domains, domains.run(cases.fault_and_after, case, plugin, fault), {1})
 
 
+@worlds("2x4")
+def test_a_lost_put_among_eight_ranks_is_told_in_time(domains: Domains, plugin: str) -> None:
+    """Also by the six ranks that are on other rails."""
+    case = domains.case(timeout_s=DEADLINE_S)
+    answers = domains.run(cases.fault_and_after, case, plugin, "drop:rank=1:after=3")
+    check_told(domains, answers, {1})
+
+
+# SMs and slots where eight ranks share a GPU: with all blocks on it at once, two lanes to each of
+# seven peers are left, which wait for some 990 tokens each; a queue holds 256 posts.
+EIGHT = {"num_sms": 8, "num_topk": 2}
+
+
+@worlds(*_SMALL, "8x1")
 def test_a_network_that_stands_still_fills_no_queue(domains: Domains, plugin: str) -> None:
     """However many tokens wait to be put: a post to a full queue would wait for ever."""
-    case = domains.case(timeout_s=DEADLINE_S, tokens=(4096,), hidden=64, num_sms=16, num_topk=8)
+    sizes = EIGHT if domains.num_ranks == 8 else {"num_sms": 16, "num_topk": 8}
+    case = domains.case(timeout_s=DEADLINE_S, tokens=(4096,), hidden=64, **sizes)
     answers = domains.run(cases.fault_and_after, case, plugin, "stall:rank=1")
     check_told(domains, answers, {1})
 
 
+@worlds(*_SMALL)
 def test_a_domain_past_the_deadline_is_told_and_a_new_group_works(domains: Domains) -> None:
     case = domains.case(timeout_s=DEADLINE_S)
     last = set(range(domains.num_ranks - domains.domain_size, domains.num_ranks))
@@ -65,6 +91,7 @@ def test_a_domain_past_the_deadline_is_told_and_a_new_group_works(domains: Domai
     check_told(domains, answers, last)
 
 
+@worlds(*_SMALL)
 def test_weights_in_one_domain_only_are_told_by_the_next_plan(domains: Domains) -> None:
     answers = domains.run(cases.weights_in_one_domain, domains.case(timeout_s=DEADLINE_S))
     for message, differ in answers:
