@@ -1,4 +1,4 @@
-"""Tiny rounds over several domains, for compute-sanitizer (scripts/gpu_tests.sh).
+"""Small rounds over several domains, for compute-sanitizer (scripts/gpu_tests.sh).
 
     compute-sanitizer --tool memcheck python tests/rail_sanitize.py
 
@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from kernel_world import routing_of
@@ -28,6 +28,12 @@ from ep_dispatcher.bench.one_gpu_spec import Round, assert_same_bits, make_round
 from ep_dispatcher.bench.rail_world import RailWorld
 
 TIMEOUT_S = 60.0  # the kernels run a thousand times slower
+CHAOS_SEEDS = (0, 1, 2)  # the first for all worlds
+OF_OTHER_SEEDS = ((2, 2), (2, 4))
+# Two blocks have two lanes to each of seven domains; 66 tokens are three chunks of 32, so that one
+# lane has two of them and the sums of two.
+LONG_WORLD, LONG = (8, 1), {"max_tokens": 66, "num_blocks": 2, "output_bytes": 1 << 18}
+TINY = {"max_tokens": 8, "num_blocks": 1, "output_bytes": 1 << 16}
 
 
 def _rounds(world: RailWorld) -> tuple[Round, Round]:
@@ -58,7 +64,7 @@ def _compare(name: str, got: Sequence[Tensor], expected: Sequence[Tensor]) -> No
         assert_same_bits(f"rank {rank} {name}", one.cpu(), right)
 
 
-def check_tiny_round(world: RailWorld, say: Callable[[str], None], *, overrun: bool) -> None:
+def check_round(world: RailWorld, say: Callable[[str], None], *, overrun: bool) -> None:
     """Plan, both kinds of dispatch, combine with gradients."""
     expected, work = _rounds(world)
     plans = [world.new_rail_plan(rank, *topk.shape) for rank, topk in enumerate(work.topk_idx)]
@@ -96,8 +102,22 @@ def check_tiny_round(world: RailWorld, say: Callable[[str], None], *, overrun: b
     say("combine")
 
 
+def rounds(
+    nets: Sequence[str], worlds: Sequence[tuple[int, int]]
+) -> Iterator[tuple[str, tuple[int, int], dict[str, Any]]]:
+    """Net, world and sizes of each round: tiny ones with all seeds, then the long ones."""
+    for net in nets:
+        for seed in CHAOS_SEEDS if net == "chaos" else (0,):
+            for world in worlds:
+                if seed == 0 or world in OF_OTHER_SEEDS:
+                    yield net, world, {"chaos_seed": seed, **TINY}
+    for net in nets if LONG_WORLD in worlds else ():
+        for seed in CHAOS_SEEDS[1:] if net == "chaos" else (0,):
+            yield net, LONG_WORLD, {"chaos_seed": seed, **LONG}
+
+
 def main(words: Sequence[str] | None = None) -> int:
-    """A round for each world and net."""
+    """A round for each world and net, and some longer ones."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nets", nargs="*", default=["loop", "chaos"])
     names = [f"{domains}x{size}" for domains, size in WORLDS]
@@ -111,16 +131,16 @@ def main(words: Sequence[str] | None = None) -> int:
 
     torch.zeros(1, device="cuda")
     say("context")
-    for net in options.nets:
-        for name in options.worlds:
-            num_domains, domain_size = map(int, name.split("x"))
-            world = new_rail_world(
-                num_domains, domain_size, net=net, num_blocks=1, num_channels=2, ring_depth=2,
-                num_experts=8, num_topk=2, hidden=64, max_tokens=8, output_bytes=1 << 16,
-                timeout_s=TIMEOUT_S,
-            )  # fmt: skip
-            say(f"{net} {name}: world")
-            check_tiny_round(world, say, overrun=options.overrun)
+    for net, (num_domains, domain_size), sizes in rounds(
+        options.nets, [WORLDS[names.index(name)] for name in options.worlds]
+    ):
+        world = new_rail_world(
+            num_domains, domain_size, net=net, num_channels=2, ring_depth=2,
+            num_experts=8, num_topk=2, hidden=64, timeout_s=TIMEOUT_S, **sizes,
+        )  # fmt: skip
+        seed, tokens = sizes["chaos_seed"], sizes["max_tokens"]
+        say(f"{net} {num_domains}x{domain_size}, seed {seed}, {tokens} tokens: world")
+        check_round(world, say, overrun=options.overrun)
     return 0
 
 
