@@ -282,8 +282,11 @@ def interference_table(lines: Sequence[Line]) -> Table:
             cells = ("" if us is None else f"{us:,.0f}" for us in times)
             where = f"{setting_words(mine[0])}, {variant[1]} SMs"
             verdict = _why_no_figure(mine, variant) if ratio is None else f"{ratio:.3f}"
-            rows.append((variant[0], where, *cells, _calls_words(mine, variant), str(verdict)))
-    head = ("backend", "setting", "alone us", "beside us", "beside products us", "calls", "slower")
+            calls = _calls_words(mine, variant)
+            run = ", ".join(runs_of(mine, [variant]))
+            rows.append((variant[0], where, *cells, calls, str(verdict), run))
+    columns = ("alone us", "beside us", "beside products us")
+    head = ("backend", "setting", *columns, "calls", "slower", "run")
     note = (
         "Four products of [T, H] and [H, H/2] in a row: alone, while dispatch and combine repeat, "
         "and (a control) beside as many more products. Calls: dispatch and combine together that "

@@ -63,8 +63,13 @@ class Plot:
     png: bytes
 
 
-def make_plots(lines: Sequence[Line]) -> list[Plot]:
-    """All plots that the lines have data for."""
+def make_plots(lines: Sequence[Line], products: Sequence[Line] = ()) -> list[Plot]:
+    """All plots that the lines have data for.
+
+    Args:
+        lines: recorded.
+        products: those of matrix products beside communication.
+    """
     mpl.use("Agg")
     makers = (
         _against_tokens,
@@ -73,9 +78,9 @@ def make_plots(lines: Sequence[Line]) -> list[Plot]:
         _against_skew,
         _memory,
         _layer,
-        _interference,
     )
-    return [plot for maker in makers if (plot := maker(lines)) is not None]
+    made = [*(maker(lines) for maker in makers), _interference(products)]
+    return [plot for plot in made if plot is not None]
 
 
 def _against_tokens(lines: Sequence[Line]) -> Plot | None:

@@ -7,6 +7,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
+from ep_dispatcher.bench.interference import ALONE, BESIDE, CONTROL
 from ep_dispatcher.bench.page_data import (
     Line,
     Table,
@@ -23,6 +24,8 @@ from ep_dispatcher.bench.page_data import (
 )
 from ep_dispatcher.bench.plots import Plot, make_plots
 from ep_dispatcher.errors import ConfigError
+
+_PRODUCTS = {ALONE, BESIDE, CONTROL}
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 100rem; padding: 0 1rem;
@@ -49,23 +52,33 @@ def write_pages(lines: Sequence[Line], folder: Path) -> list[Path]:
     if not lines:
         raise ConfigError("there are no recorded lines to report on")
     folder.mkdir(parents=True, exist_ok=True)
-    shown = newest([with_knobs(line) for line in lines if "routing" in line])
-    plots = make_plots(shown)
+    named = [with_knobs(line) for line in lines if "routing" in line]
+    # A later run of a cell without products beside it does not hide those of an earlier one.
+    shown = newest([line for line in named if line.get("phase") not in _PRODUCTS])
+    products = newest([line for line in named if line.get("phase") in _PRODUCTS])
+    plots = make_plots(shown, products)
     for plot in plots:
         (folder / f"{plot.name}.png").write_bytes(plot.png)
-    pages = {"report.md": _markdown(shown, plots), "report.html": _html(shown, plots)}
+    facts, sections = _facts([*shown, *products]), _sections(shown, products)
+    pages = {
+        "report.md": _markdown(facts, sections, plots),
+        "report.html": _html(facts, sections, plots),
+    }
     for name, text in pages.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in pages]
 
 
-def _sections(lines: Sequence[Line]) -> list[tuple[str, list[Table]]]:
+_Sections = list[tuple[str, list[Table]]]
+
+
+def _sections(lines: Sequence[Line], products: Sequence[Line]) -> _Sections:
     """Headed tables in reading order, without empty ones."""
     best = best_table(lines)
     sections = [
         ("Times", [*([best] if best else []), *phase_table(lines)]),
         ("Bytes", [rate_table(lines)]),
-        ("Costs", [interference_table(lines), cost_table(lines), host_table(lines)]),
+        ("Costs", [interference_table(products), cost_table(lines), host_table(lines)]),
         ("What ran, and what did not", [proof_table(lines), refusal_table(lines)]),
     ]
     kept = [(title, [table for table in tables if table.rows]) for title, tables in sections]
@@ -104,12 +117,12 @@ def _run_words(line: Line) -> str:
     )
 
 
-def _markdown(lines: Sequence[Line], plots: Sequence[Plot]) -> str:
+def _markdown(facts: Sequence[str], sections: _Sections, plots: Sequence[Plot]) -> str:
     """The Markdown page."""
-    parts = ["# Ablation report", *(f"- {fact}" for fact in _facts(lines)), ""]
+    parts = ["# Ablation report", *(f"- {fact}" for fact in facts), ""]
     for plot in plots:
         parts += [f"![{plot.caption}]({plot.name}.png)", "", plot.caption, ""]
-    for title, tables in _sections(lines):
+    for title, tables in sections:
         parts += [f"## {title}", ""]
         for table in tables:
             parts += [f"### {table.title}", ""]
@@ -120,14 +133,14 @@ def _markdown(lines: Sequence[Line], plots: Sequence[Plot]) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _html(lines: Sequence[Line], plots: Sequence[Plot]) -> str:
+def _html(facts: Sequence[str], sections: _Sections, plots: Sequence[Plot]) -> str:
     """The HTML page: pictures inside, nothing fetched."""
     parts = ["<h1>Ablation report</h1>", '<ul class="facts">']
-    parts += [f"<li>{html.escape(fact)}</li>" for fact in _facts(lines)]
+    parts += [f"<li>{html.escape(fact)}</li>" for fact in facts]
     parts += ["</ul>", "<h2>At a glance</h2>", '<div class="plots">']
     parts += [_figure(plot) for plot in plots]
     parts.append("</div>")
-    for title, tables in _sections(lines):
+    for title, tables in sections:
         parts.append(f"<h2>{html.escape(title)}</h2>")
         parts += [_html_table(table) for table in tables]
     body = "\n".join(parts)
