@@ -18,7 +18,8 @@ from setuptools.command.build_ext import build_ext
 OLDEST_NCCL = (2, 30, 7)
 # Of csrc; the rest is for tests. Those that take longest come first: else one core ends alone.
 FOLDERS = ("transport", "kernels", "bindings", "core", "api")
-NEED_NO_NCCL = ("csrc/api/", "csrc/kernels/")  # their objects serve all versions of it
+# Their objects serve all versions of NCCL, as its headers are not on their path.
+NEED_NO_NCCL = ("csrc/api/", "csrc/kernels/", "csrc/bindings/kernels.cpp", "csrc/bindings/rail.cpp")
 FLAGS = ("-std=c++17", "-O3", "-lineinfo", "-cudart=static", "-Icsrc")
 HOST_FLAGS = "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Werror"
 ARCHITECTURES = {
@@ -79,6 +80,7 @@ class BuildNative(build_ext):
         nvcc += [f"-isystem={folder}" for folder in folders]
         asked = architectures()
         nvcc += [f"-gencode={ARCHITECTURES[number]}" for number in asked]
+        nvcc += [f"--threads={len(asked)}"]  # side by side, as one file takes longest by far
         kept = Path("build", "-".join([str(sysconfig.get_config_var("SOABI")), *asked]))
         gin = gin_flags()
         with_nccl = (
