@@ -13,6 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 TORCH=torch==2.13.0
 OLDEST_NCCL=2.30.7
 MAX_WORKERS=4 # many tests start several processes themselves
+export PIP_NO_COMPILE=1 # few of the modules that are installed are ever imported
 
 usage() {
   sed -n '2,9s/^# \{0,1\}//p' "$0"
@@ -72,12 +73,37 @@ assert [int(n) for n in found[:3]] >= [int(n) for n in oldest]
 PYTHON
 }
 
+# finish_compiling: wait for what was begun beside
+finish_compiling() {
+  [[ $compiling ]] || return 0
+  step "waiting for the compilers"
+  wait "$compiling" || true
+  compiling=''
+  trap - EXIT
+}
+
+# The gates' compilation, while pip waits for packages. They compile again what failed here, and say
+# so. Their NCCL is not where pip finds it, else it would compile too.
+compiling='' nccl=''
+if command -v nvcc >/dev/null; then
+  nccl=nvidia-nccl-cu$(nvcc --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
+  if [[ -z $quick ]]; then
+    step "compiling for the gates, beside what follows"
+    "$python" -m pip install -qq "setuptools>=77" "$(grep -o 'pybind11==[0-9.]*' pyproject.toml)"
+    set -m # a group of its own, to end it with its compilers
+    scripts/check.sh --compile >/dev/null 2>&1 &
+    compiling=$!
+    set +m
+    trap 'kill -- -"$compiling" 2>/dev/null || true' EXIT
+  fi
+fi
 if ! has_torch; then
   step "installing $TORCH"
   "$python" -m pip install -qq "$TORCH"
 fi
 # Only when they changed: pip would put back torch's own NCCL each time (see below).
 if ! cmp -s pyproject.toml "$venv/.extras-installed"; then
+  [[ ! $nccl ]] || ! has_nccl "$nccl" || finish_compiling # pip compiles too, as it finds NCCL
   step "installing ep_dispatcher with the extras megatron and dev"
   "$python" -m pip install -qq -e ".[megatron,dev]"
 fi
@@ -85,13 +111,11 @@ fi
 # looks at torch's needs puts that in place of ours, and the native module would not be compiled.
 # Hence --no-deps too. torch then loads our libnccl.so.2, as it lies in the same folder; NCCL keeps
 # its ABI within 2.x. What counts is the version that is there, not that it was installed once.
-if command -v nvcc >/dev/null; then
-  nccl=nvidia-nccl-cu$(nvcc --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
-  if ! has_nccl "$nccl"; then
-    step "installing NCCL $OLDEST_NCCL, to compile against"
-    "$python" -m pip install -qq --no-deps "$nccl==$OLDEST_NCCL"
-  fi
+if [[ $nccl ]] && ! has_nccl "$nccl"; then
+  step "installing NCCL $OLDEST_NCCL, to compile against"
+  "$python" -m pip install -qq --no-deps "$nccl==$OLDEST_NCCL"
 fi
+finish_compiling
 step "installing ep_dispatcher, with its native module where there are nvcc and NCCL"
 "$python" -m pip install -qq --no-deps -e .
 cp pyproject.toml "$venv/.extras-installed"
