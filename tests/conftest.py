@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from forked_ranks import ForkedRanks
 from hypothesis import HealthCheck, settings
 
 from ep_dispatcher import native
@@ -32,11 +33,11 @@ _STALE = native.stale_reason()
 # Files that take over 30 s. They start first, so that no worker ends with one of them alone.
 _LONG_FILES = (
     "test_megatron_parity.py",
-    "test_train_run.py",
     "test_bench_hosts.py",
+    "test_train_run.py",
     "test_bench_run.py",
     "test_megatron_dispatcher.py",
-    "test_profile_run.py",
+    "test_launch_files.py",
 )
 
 
@@ -82,6 +83,14 @@ def pytest_terminal_summary(
     yield
     if _STALE is not None:
         terminalreporter.write_line(f"WARNING: {_STALE}", red=True)
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[ForkedRanks]:
+    """Ranks that have imported Megatron; for jobs of which only the results count."""
+    ranks = ForkedRanks()
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(scope="session")

@@ -103,6 +103,7 @@ def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     """Start a process in a group of its own with its output in a file."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     root = str(Path(__file__).parent.parent)
+    environment.setdefault("TORCHDYNAMO_DISABLE", "1")  # each rank would trace Megatron's functions
     environment["PYTHONPATH"] = os.pathsep.join([root, environment.get("PYTHONPATH", "")])
     with log.open("w") as file:
         return subprocess.Popen(

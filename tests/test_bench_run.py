@@ -279,9 +279,7 @@ def test_an_unknown_backend_is_refused_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("more", "code"), [((), 0), (("--strict",), 4)])
-def test_strict_fails_where_a_single_row_has_no_time(
-    more: tuple[str, ...], code: int, tmp_path: Path
-) -> None:
-    words = ["bench", "run", "--backends", "torch/all_to_all", "nccl_ep", "--no-report", *more]
-    assert main([*words, "--out", str(tmp_path), "--set", *TINY]) == code
+def test_strict_fails_where_a_single_row_has_no_time(tmp_path: Path) -> None:
+    """Without it such a run succeeds, as `ran` has shown."""
+    words = ["bench", "run", "--backends", "torch/all_to_all", "nccl_ep", "--no-report", "--strict"]
+    assert main([*words, "--out", str(tmp_path), "--set", *TINY]) == 4

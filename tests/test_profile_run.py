@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_ranks import ForkedRanks
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.timeout(120)
@@ -64,7 +65,7 @@ def test_profile_writes_traces_and_a_summary(tmp_path: Path) -> None:
     assert "experts_backward" in done.stdout
 
 
-def test_schedule_bench_records_what_1f1b_hides(tmp_path: Path) -> None:
+def test_schedule_bench_records_what_1f1b_hides(forked: ForkedRanks, tmp_path: Path) -> None:
     """Only variants under 1F1B have nodes to clock, so only they have a hidden fraction."""
     out = tmp_path / "overlap.jsonl"
     small = (
@@ -72,12 +73,10 @@ def test_schedule_bench_records_what_1f1b_hides(tmp_path: Path) -> None:
         "model.num_experts=8", "model.num_topk=2", "model.seq_length=32", "model.norm=LayerNorm",
         "data.max_bytes=100000", "train.num_micro_batches=3",
     )  # fmt: skip
-    done = run(
-        "torch.distributed.run", "--nproc-per-node", "2", "-m", "ep_dispatcher.profile.schedule",
-        "--config", "configs/overlap_layer.yaml", "--out", str(out), "--rounds", "2",
-        *settings(*TWO_RANKS, *small),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    words = ("--config", "configs/overlap_layer.yaml", "--out", str(out), "--rounds", "2")
+    words += tuple(settings(*TWO_RANKS, *small))
+    code, _, errors = forked.run("ep_dispatcher.profile.schedule", words, 2, tmp_path / "logs")
+    assert code == 0, errors
     lines = {line["variant"]: line for line in map(json.loads, out.read_text().splitlines())}
     assert list(lines) == ["alltoall", "ours", "alltoall 1f1b", "ours 1f1b"]
     for name, line in lines.items():
@@ -89,7 +88,7 @@ def test_schedule_bench_records_what_1f1b_hides(tmp_path: Path) -> None:
         assert ("communication_us" in line) == name.endswith("1f1b")
 
 
-def test_layer_bench_records_checked_lines(tmp_path: Path) -> None:
+def test_layer_bench_records_checked_lines(forked: ForkedRanks, tmp_path: Path) -> None:
     """Alltoall, ours, ours in two chunks, with and without a second stream: three lines each."""
     out = tmp_path / "overlap.jsonl"
     small = (
@@ -97,12 +96,12 @@ def test_layer_bench_records_checked_lines(tmp_path: Path) -> None:
         "model.num_experts=8", "model.num_topk=2", "model.seq_length=64", "model.dtype=float32",
         "model.norm=LayerNorm",
     )  # fmt: skip
-    done = run(
-        "torch.distributed.run", "--nproc-per-node", "2", "-m", "ep_dispatcher.profile.layer",
+    words = (
         "--config", "configs/overlap_layer.yaml", "--out", str(out), "--chunks", "2",
         "--rounds", "2", "--spans", str(tmp_path / "spans.json"), *settings(*TWO_RANKS, *small),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    code, _, errors = forked.run("ep_dispatcher.profile.layer", words, 2, tmp_path / "logs")
+    assert code == 0, errors
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert {line["variant"] for line in lines} == {"alltoall", "ours", "chunks2", "chunks2 serial"}
     assert len(lines) == 12
