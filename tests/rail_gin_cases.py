@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,18 +22,26 @@ from device_cases import (
     differences,
     inputs,
     poisoned_memory,
-    rounds_differ,
     run_once,
 )
 from loopback_rma import Plugin
 
-from ep_dispatcher import AgreementError, ConfigError, EpConfig, EPGroup, EpTimeoutError, Plan
+from ep_dispatcher import (
+    AgreementError,
+    ConfigError,
+    EpConfig,
+    EpError,
+    EPGroup,
+    EpTimeoutError,
+    Plan,
+)
 from ep_dispatcher.device import DeviceBackend
 from ep_dispatcher.memory import persistent_bytes
 from ep_dispatcher.rail_device import RailBackend
 
 Found = TypeVar("Found")
 Network = dict[str, str]  # settings of the plugin, which reads them for each communicator
+AFTER_S = 10.0  # deadline of a group after a fault: whoever is late may be, what is lost is told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +53,20 @@ class RailCase(Case):
     def config(self, tier: str) -> EpConfig:
         """The config of a group of that tier."""
         return dataclasses.replace(super().config(tier), virtual_domain_size=self.domain_size)
+
+
+def warm_up(process_group: dist.ProcessGroup) -> None:
+    """Do what a process does once and what takes it seconds, so that it falls into no deadline.
+
+    The first `poisoned_memory` imports torch's compiler, some 800 modules, between the reference's
+    last collective and the kernels' first plan: eight ranks need not end that together.
+    """
+    dtypes = (torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32)
+    with poisoned_memory():
+        for dtype in dtypes:
+            torch.empty(1, dtype=dtype, device="cuda")
+    torch.cuda.synchronize()
+    dist.barrier(group=process_group)
 
 
 @contextlib.contextmanager
@@ -81,7 +105,12 @@ def groups_differ(process_group: dist.ProcessGroup, groups: Sequence[Sequence[Ca
     ]
 
 
-def _cases_differ(process_group: dist.ProcessGroup, cases: Sequence[Case]) -> list[str]:
+def _cases_differ(
+    process_group: dist.ProcessGroup,
+    cases: Sequence[Case],
+    begins: Callable[[], None] = lambda: None,
+) -> list[str]:
+    """`groups_differ` of one group; calls `begins` just before each round of the device tier."""
     found = []
     with (
         EPGroup.create(process_group, cases[0].config("device")) as device,
@@ -91,6 +120,7 @@ def _cases_differ(process_group: dist.ProcessGroup, cases: Sequence[Case]) -> li
             given = inputs(case, device.ep_rank)
             want = run_once(reference, given)
             with poisoned_memory():
+                begins()
                 got = run_once(device, given)
             torch.cuda.synchronize()  # as in rounds_differ
             found += [f"round {number}: {name}" for name in differences(got, want)]
@@ -277,6 +307,53 @@ def memory_of_group(process_group: dist.ProcessGroup, case: RailCase) -> tuple[i
 
 
 @dataclass(frozen=True)
+class After:
+    """How a rank fared in a new group after a fault.
+
+    Attributes:
+        differ: results that are not the reference's.
+        began_s: when its first plan began, by the clock that all ranks of a machine share; nan: it
+            did not come to that.
+        ended_s: when it had its results, or raised.
+        failure: the traceback of what it raised; "" for nothing.
+    """
+
+    differ: list[str]
+    began_s: float
+    ended_s: float
+    failure: str
+
+
+def trouble_after(answers: Sequence[After]) -> str:
+    """What was wrong in the new groups, with all ranks' times; "" for nothing.
+
+    A rank that was late began past the deadline of the first one; what a rank that began in time
+    did not send was lost, or stood still.
+
+    Args:
+        answers: of all ranks, by rank.
+    """
+    if not any(after.failure or after.differ for after in answers):
+        return ""
+    began = [after.began_s for after in answers if not math.isnan(after.began_s)]
+    first = min(began, default=math.nan)
+    lines = [f"a new group failed; its deadline is {AFTER_S} s, and first plans began within "]
+    lines[0] += f"{max(began, default=math.nan) - first:.3f} s of {len(began)} ranks"
+    known = {rank: after.began_s for rank, after in enumerate(answers)}
+    order = sorted(known, key=lambda rank: (math.isnan(known[rank]), known[rank]))
+    for rank, after in ((rank, answers[rank]) for rank in order):
+        last = after.failure.strip().rsplit("\n", 1)[-1]
+        what = last or (f"differ: {after.differ}" if after.differ else "right")
+        came = "never began a plan"
+        if not math.isnan(after.began_s):
+            came = f"began at {after.began_s:.3f} s (+{after.began_s - first:.3f} s)"
+        lines.append(f"rank {rank} {came}, ended at {after.ended_s:.3f} s: {what}")
+    failed = [after for after in answers if after.failure]
+    lines += [after.failure for after in sorted(failed, key=lambda after: after.ended_s)[:1]]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
 class Told:
     """How a rank fared in a group that failed; no phase: it raised nothing.
 
@@ -284,7 +361,7 @@ class Told:
         seconds: until it raised.
         rank, peer, phase, behind: of the error.
         closing_s: seconds that closing the group took.
-        differ: results of a new group in the same process.
+        after: a new group in the same process.
     """
 
     seconds: float
@@ -293,7 +370,12 @@ class Told:
     phase: str
     behind: tuple[int, ...]
     closing_s: float
-    differ: list[str]
+    after: After
+
+    @property
+    def differ(self) -> list[str]:
+        """All that was wrong in the new group."""
+        return self.after.differ + [self.after.failure] * bool(self.after.failure)
 
 
 def fault_and_after(
@@ -333,10 +415,8 @@ def lagging_domain(process_group: dist.ProcessGroup, case: RailCase, lag_s: floa
     return _after(process_group, case, group, time.monotonic() - start, error)
 
 
-def weights_in_one_domain(
-    process_group: dist.ProcessGroup, case: RailCase
-) -> tuple[str, list[str]]:
-    """Only the first domain passes weights; what the next plan raises, and what differs after."""
+def weights_in_one_domain(process_group: dist.ProcessGroup, case: RailCase) -> tuple[str, After]:
+    """Only the first domain passes weights; what the next plan raises, and a new group after it."""
     group = EPGroup.create(process_group, case.config("device"))
     given = inputs(case, group.ep_rank)
     plan = group.plan(given.topk_idx)
@@ -348,7 +428,7 @@ def weights_in_one_domain(
     except AgreementError as error:
         message = str(error)
     group.close(failed=bool(message))
-    return message, rounds_differ(process_group, case)
+    return message, _new_group(process_group, case)
 
 
 def _after(
@@ -362,10 +442,28 @@ def _after(
     start = time.monotonic()
     group.close(failed=error is not None)
     closing_s = time.monotonic() - start
-    differ = rounds_differ(process_group, case)
+    after = _new_group(process_group, case)
     if error is None:
-        return Told(seconds, -1, -1, "", (), closing_s, differ)
-    return Told(seconds, error.rank, error.peer, error.phase, error.behind, closing_s, differ)
+        return Told(seconds, -1, -1, "", (), closing_s, after)
+    return Told(seconds, error.rank, error.peer, error.phase, error.behind, closing_s, after)
+
+
+def _new_group(process_group: dist.ProcessGroup, case: RailCase) -> After:
+    """A round of a new group, whose deadline is `AFTER_S` whatever that of the case."""
+    differ: list[str] = []
+    began_s, failure = math.nan, ""
+
+    def begin() -> None:
+        nonlocal began_s
+        torch.cuda.synchronize()  # the GPU comes to the plan when the host does
+        began_s = time.monotonic()
+
+    try:
+        patient = dataclasses.replace(case, timeout_s=AFTER_S)
+        differ = _cases_differ(process_group, [patient], begin)
+    except (EpError, RuntimeError):  # told with the times of all ranks, see `trouble_after`
+        failure = traceback.format_exc()
+    return After(differ, began_s, time.monotonic(), failure)
 
 
 def _rounds_until_told(group: EPGroup, given: Inputs, most: int = 5, lag_s: float = 0.0) -> None:

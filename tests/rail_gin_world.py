@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from multi_process import ProcessWorld
-from rail_gin_cases import RailCase
+from rail_gin_cases import RailCase, warm_up
 
 LIMIT_S = 45.0  # of one call on all ranks
 WORLDS = [(4, 2), (2, 1), (4, 1), (8, 4), (8, 2), (8, 1)]  # ranks, ranks of a domain
@@ -52,4 +52,5 @@ def open_domains(num_ranks: int, domain_size: int, plugin: str) -> Iterator[Doma
         for name, value in variables.items():
             patch.setenv(name, value)
         with ProcessWorld(num_ranks) as world:
+            world.run(warm_up)
             yield Domains(world, num_ranks, domain_size)
