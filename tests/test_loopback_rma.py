@@ -9,8 +9,6 @@ import json
 import multiprocessing
 import random
 import shutil
-import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -19,20 +17,16 @@ from pathlib import Path
 import pytest
 from loopback_rma import Plugin, PluginError, Rank, Row, exchange, wait_until, world
 
-ROOT = Path(__file__).parents[1]
 REMOTE_ERROR, INVALID_ARGUMENT, INVALID_USAGE = 6, 4, 5
 HALF = 1 << 19  # sources in the lower half of a window, targets in the upper
-SOON_S = 1.5  # well before the 2 s that ranks wait for each other in tests of faults
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build it with")
 
 
 @pytest.fixture(scope="module")
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> Plugin:
-    """Built from source."""
-    path = tmp_path_factory.mktemp("plugin") / "libloopback_rma.so"
-    subprocess.run([ROOT / "scripts/build_loopback_rma.sh", path], check=True)
-    return Plugin(path)
+def plugin(plugin: str) -> Plugin:
+    """Loaded."""
+    return Plugin(Path(plugin))
 
 
 @pytest.fixture
@@ -376,71 +370,6 @@ def test_a_stall_for_ever_does_not_keep_a_rank_from_closing(plugin: Plugin) -> N
         assert plugin.inject("stall:rank=0")
         ranks[0].put(1, 0, 16, HALF)
         ranks[1].put(0, 0, 16, HALF)
-
-
-def greet(ranks: list[Rank]) -> None:
-    """Each rank puts its number to each other one, with a signal behind it; returns at once."""
-    for me, rank, peer in square(ranks):
-        rank.window[0] = 1 + me
-        rank.put(peer, 0, 1, HALF + me)
-        rank.signal(peer, me)
-
-
-def check_greeted(ranks: list[Rank], start: float) -> None:
-    """All of that came, long before a kernel's deadline, and nothing else did."""
-    for me, _, peer in square(ranks):
-        assert wait_for_signal(ranks[peer], me, 1)
-    assert time.monotonic() - start < SOON_S
-    for rank in ranks:
-        assert list(rank.window[HALF : HALF + len(ranks)]) == list(range(1, 1 + len(ranks)))
-        assert not any(rank.window[HALF + len(ranks) :])
-        assert list(rank.signals[: 1 + len(ranks)]) == [1] * len(ranks) + [0]
-
-
-def put_more_than_slots_hold(ranks: list[Rank], peers: tuple[int, ...]) -> None:
-    """From these ranks to all and from all to them: most of it stays queued while one stalls."""
-    for me, rank, peer in square(ranks):
-        for number in range(300 if me in peers or peer in peers else 1):
-            rank.put(peer, 0, 512, HALF + 512 * number)
-            rank.signal(peer, 8 + me)
-
-
-@pytest.mark.parametrize(
-    "leave", [(), (1,), (0,), (0, 2, 3, 4, 5, 6, 7), (4, 1, 6)], ids=lambda ranks: f"{ranks}"
-)
-def test_what_a_stalled_world_had_queued_delays_no_new_one(
-    plugin: Plugin, leave: tuple[int, ...]
-) -> None:
-    """As eight ranks end a group under a stall of rank 1; `leave` close before it is lifted."""
-    with world(plugin, 8) as ranks:
-        assert plugin.inject("stall:rank=1")
-        put_more_than_slots_hold(ranks, (1,))
-        ranks[0].signal(2, 50)
-        assert wait_for_signal(ranks[2], 50, 1, SOON_S)  # behind 300 puts to rank 1
-        early = [threading.Thread(target=ranks[each].close) for each in leave]
-        for thread in early:
-            thread.start()
-            time.sleep(0.02)
-        assert plugin.inject("")
-        for thread in early:
-            thread.join()
-        ranks[:] = [rank for each, rank in enumerate(ranks) if each not in leave]
-    with world(plugin, 8) as ranks:
-        start = time.monotonic()
-        greet(ranks)
-        check_greeted(ranks, start)
-
-
-def test_a_new_world_owes_nothing_to_one_that_still_stands_still(plugin: Plugin) -> None:
-    """Of the same process, with full slots and queues, and closed after the new one."""
-    with world(plugin, 4) as old:
-        assert plugin.inject("stall:rank=1")
-        put_more_than_slots_hold(old, (1,))
-        with world(plugin, 4) as ranks:
-            start = time.monotonic()
-            greet(ranks)
-            check_greeted(ranks, start)
-        assert plugin.inject("")
 
 
 @pytest.mark.parametrize(
