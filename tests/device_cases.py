@@ -180,6 +180,20 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+def warm_up(process_group: dist.ProcessGroup) -> None:
+    """Do what a process does once and what takes it seconds, so that it falls into no deadline.
+
+    The first `poisoned_memory` imports torch's compiler, some 800 modules, between the reference's
+    last collective and the kernels' first plan: eight ranks need not end that together.
+    """
+    dtypes = (torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32)
+    with poisoned_memory():
+        for dtype in dtypes:
+            torch.empty(1, dtype=dtype, device="cuda")
+    torch.cuda.synchronize()
+    dist.barrier(group=process_group)
+
+
 def rounds_differ(process_group: dist.ProcessGroup, case: Case, rounds: int = 1) -> list[str]:
     """Results of the two tiers that differ, in any of the rounds."""
     found = []

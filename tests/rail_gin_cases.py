@@ -55,20 +55,6 @@ class RailCase(Case):
         return dataclasses.replace(super().config(tier), virtual_domain_size=self.domain_size)
 
 
-def warm_up(process_group: dist.ProcessGroup) -> None:
-    """Do what a process does once and what takes it seconds, so that it falls into no deadline.
-
-    The first `poisoned_memory` imports torch's compiler, some 800 modules, between the reference's
-    last collective and the kernels' first plan: eight ranks need not end that together.
-    """
-    dtypes = (torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32)
-    with poisoned_memory():
-        for dtype in dtypes:
-            torch.empty(1, dtype=dtype, device="cuda")
-    torch.cuda.synchronize()
-    dist.barrier(group=process_group)
-
-
 @contextlib.contextmanager
 def settings(network: Network) -> Iterator[None]:
     """Settings of the plugin for communicators that are made inside."""

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from device_cases import warm_up
 from multi_process import ProcessWorld
-from rail_gin_cases import RailCase, warm_up
+from rail_gin_cases import RailCase
 
 LIMIT_S = 45.0  # of one call on all ranks
 WORLDS = [(4, 2), (2, 1), (4, 1), (8, 4), (8, 2), (8, 1)]  # ranks, ranks of a domain

@@ -12,7 +12,7 @@ from pathlib import Path
 import device_cases as cases
 import device_fault_cases as faults
 import pytest
-from device_cases import Case
+from device_cases import Case, warm_up
 from multi_process import ProcessWorld
 from nccl_shim import INTERNAL_ERROR, NULL_WINDOW, nccl_that_lies
 
@@ -33,6 +33,7 @@ four_ranks = pytest.mark.parametrize("world", [4], ids=["4ranks"], indirect=True
 def world(request: pytest.FixtureRequest) -> Iterator[ProcessWorld]:
     """Processes that stay up for all tests."""
     with ProcessWorld(request.param) as started:
+        started.run(warm_up)
         yield started
 
 
