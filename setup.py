@@ -2,6 +2,7 @@
 
 EP_CUDA_ARCHS=90 (or 100) compiles for those GPUs alone, in half the time; the default is both.
 EP_GIN_PROXY_ONLY=1 leaves out all kinds of GIN but the proxy: for tests, where it is the only one.
+EP_FAST_COMPILE=1 optimizes little what includes NCCL, to see whether it compiles with some version.
 """
 
 import os
@@ -67,6 +68,11 @@ def gin_flags() -> list[str]:
     return [f"-DNCCL_GIN_{kind}_ENABLE=0" for kind in NOT_PROXY]
 
 
+def fast_flags() -> list[str]:
+    """For an nvcc that knows it: hardly any optimization of kernels; all of it without any flag."""
+    return [] if os.environ.get("EP_FAST_COMPILE", "0") in ("", "0") else ["--Ofast-compile=max"]
+
+
 class BuildNative(build_ext):
     """Compiles and links with nvcc; an object newer than every file of csrc is kept."""
 
@@ -82,10 +88,11 @@ class BuildNative(build_ext):
         nvcc += [f"-gencode={ARCHITECTURES[number]}" for number in asked]
         nvcc += [f"--threads={len(asked)}"]  # side by side, as one file takes longest by far
         kept = Path("build", "-".join([str(sysconfig.get_config_var("SOABI")), *asked]))
-        gin = gin_flags()
+        gin, fast = gin_flags(), fast_flags()
+        marks = ("-proxy" if gin else "") + ("-fast" if fast else "")
         with_nccl = (
-            [*nvcc, *gin, f"-isystem={nccl}"],
-            kept / ("nccl-{}.{}.{}".format(*version) + ("-proxy" if gin else "")),
+            [*nvcc, *gin, *fast, f"-isystem={nccl}"],
+            kept / ("nccl-{}.{}.{}".format(*version) + marks),
         )
         target = self.get_ext_fullpath(ext.name)
         self.mkpath(os.path.dirname(target))

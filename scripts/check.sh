@@ -137,6 +137,8 @@ else
     [[ $version == newest ]] || requirement+="==$version"
     gate "fetch NCCL $version" fetch_nccl "$cache/$version" "$requirement"
     gate "sm_90, sm_100, NCCL $version" compile "$cache/$version"
+    # The oldest has shown it with all optimization; the others show that the rest compiles too.
+    [[ $(nvcc --help) != *--Ofast-compile* ]] || export EP_FAST_COMPILE=1
   done
 fi
 [[ $part == --compile ]] || finish_beside

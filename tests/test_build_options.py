@@ -54,6 +54,13 @@ def test_a_gpu_that_no_build_is_for_is_refused(monkeypatch: pytest.MonkeyPatch) 
         asked_of(monkeypatch, "architectures", "EP_CUDA_ARCHS", "90 80")
 
 
+@pytest.mark.parametrize(("value", "flags"), [("", []), ("0", []), ("1", ["--Ofast-compile=max"])])
+def test_a_build_is_optimized_unless_asked(
+    monkeypatch: pytest.MonkeyPatch, value: str, flags: list[str]
+) -> None:
+    assert asked_of(monkeypatch, "fast_flags", "EP_FAST_COMPILE", value) == flags
+
+
 @pytest.mark.parametrize("value", ["", "0"])
 def test_a_build_has_all_kinds_unless_asked(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     assert flags_of(monkeypatch, value) == []

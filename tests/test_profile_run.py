@@ -73,8 +73,8 @@ def test_schedule_bench_records_what_1f1b_hides(forked: ForkedRanks, tmp_path: P
         "model.num_experts=8", "model.num_topk=2", "model.seq_length=32", "model.norm=LayerNorm",
         "data.max_bytes=100000", "train.num_micro_batches=3",
     )  # fmt: skip
-    words = ("--config", "configs/overlap_layer.yaml", "--out", str(out), "--rounds", "2")
-    words += tuple(settings(*TWO_RANKS, *small))
+    words = ["--config", "configs/overlap_layer.yaml", "--out", str(out), "--rounds", "2"]
+    words += settings(*TWO_RANKS, *small)
     code, _, errors = forked.run("ep_dispatcher.profile.schedule", words, 2, tmp_path / "logs")
     assert code == 0, errors
     lines = {line["variant"]: line for line in map(json.loads, out.read_text().splitlines())}
