@@ -34,6 +34,7 @@ from ep_dispatcher.bench.one_gpu import load_kernels
 from ep_dispatcher.bench.results import ResultLog, log_of_module, summarise_times
 from ep_dispatcher.profile.clock import overlap_of
 from ep_dispatcher.profile.products import EXPERT_ROWS, FFN_HIDDEN, HIDDEN, KINDS, Products
+from ep_dispatcher.profile.watch import Tell, Watch, add_limit, positive
 from ep_dispatcher.train.progress import say
 
 RANKS, TOKENS, SLOTS, EXPERTS = 4, 1024, 8, 64
@@ -274,22 +275,39 @@ def variants_of(held_sms: int) -> list[Variant]:
     ]
 
 
-def measure(products: Products, log: ResultLog | None, kernels: object, rounds: int) -> None:
+@dataclass(frozen=True)
+class Job:
+    """What all variants share.
+
+    Attributes:
+        products: of the experts.
+        log: gets the lines; None: nobody does.
+        kernels: the module.
+        rounds: to time.
+        tell: is told each phase as it begins.
+    """
+
+    products: Products
+    log: ResultLog | None
+    kernels: object
+    rounds: int
+    tell: Tell
+
+
+def measure(job: Job) -> None:
     """Time all variants and record one line each."""
     lasted_us = {}
     for held_sms in HELD_SMS:
-        lasted_us[held_sms] = _measure_communication(products, held_sms, log, kernels, rounds)
+        lasted_us[held_sms] = _measure_communication(job, held_sms)
         torch.cuda.empty_cache()
     for held_sms, us in lasted_us.items():
-        idle = [holder(held_sms, us)]
+        idle = Beside(job.products, [holder(held_sms, us)])
         for variant in variants_of(held_sms):
             if variant.idle:
-                _measure_variant(variant, products, Beside(products, idle), log, rounds)
+                _measure_variant(variant, job, idle)
 
 
-def _measure_communication(
-    products: Products, held_sms: int, log: ResultLog | None, kernels: object, rounds: int
-) -> int:
+def _measure_communication(job: Job, held_sms: int) -> int:
     """All variants that communicate; returns how long the communication of a round takes, in us."""
     setting = Setting(
         hidden=HIDDEN,
@@ -299,22 +317,22 @@ def _measure_communication(
         num_tokens=TOKENS,
         ranks=RANKS,
     )
-    bench = Bench(setting, kernels)
+    job.tell(f"{job.products.name}: communication that holds {held_sms} SMs")
+    bench = Bench(setting, job.kernels)
     bench.check()
-    pair = Beside(products, calls_of(bench)).repeated()
+    pair = Beside(job.products, calls_of(bench)).repeated()
     for variant in variants_of(held_sms):
         if not variant.idle:
-            beside = Beside(products, pair.calls, variant.priority)
-            _measure_variant(variant, products, beside, log, rounds)
+            _measure_variant(variant, job, Beside(job.products, pair.calls, variant.priority))
             bench.check_last_pair()
-    lasted_ms = [each.wall_ms for each in pair.rounds(rounds, products=False, calls=True)]
+    lasted_ms = [each.wall_ms for each in pair.rounds(job.rounds, products=False, calls=True)]
     return int(1e3 * statistics.median(lasted_ms))
 
 
-def _measure_variant(
-    variant: Variant, products: Products, beside: Beside, log: ResultLog | None, rounds: int
-) -> None:
+def _measure_variant(variant: Variant, job: Job, beside: Beside) -> None:
     """Products are compared with those that may use the whole GPU."""
+    products, rounds = job.products, job.rounds
+    job.tell(f"{products.name}: {variant.held_sms} SMs, {variant.name}")
     alone = beside.rounds(rounds, products=True, calls=False)
     calls = beside.rounds(rounds, products=False, calls=True)
     with products.left_free(variant.left_free_sms):
@@ -335,9 +353,9 @@ def _measure_variant(
         f"{found.num_products} products {slow_down or 0:.3f}, of communication "
         f"{found.communication_slow_down or 0:.3f}"
     )
-    if log is None:
+    if job.log is None:
         return
-    log.write(
+    job.log.write(
         sharing="one launch",
         suite="overlap",
         backend="ep_dispatcher/device",
@@ -377,12 +395,22 @@ def main(words: Sequence[str]) -> int:
     """Measure and record; returns the exit code."""
     parser = argparse.ArgumentParser(prog="ep_dispatcher.profile.beside", description=__doc__)
     parser.add_argument("--out", type=Path, default=None, help="JSON lines file to append to")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--experts", choices=list(KINDS), default="cublaslt")
+    parser.add_argument("--rounds", type=positive, default=9)
+    parser.add_argument(
+        "--experts",
+        choices=list(KINDS),
+        nargs="+",
+        default=["cublaslt"],
+        help="whose products, one after the other (default cublaslt)",
+    )
+    add_limit(parser)
     args = parser.parse_args(words)
     log = args.out and log_of_module(args.out, "ep_dispatcher.profile.beside", words)
-    products = KINDS[args.experts](torch.device("cuda"))
-    measure(products, log, load_kernels(), args.rounds)
+    with Watch(args.out, args.limit) as watch:
+        for kind in args.experts:
+            watch(f"{kind}: rows and weights")
+            products = KINDS[kind](torch.device("cuda"))
+            measure(Job(products, log, load_kernels(), args.rounds, watch))
     return 0
 
 

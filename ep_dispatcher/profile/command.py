@@ -22,10 +22,10 @@ from rich.table import Table
 from ep_dispatcher import launch
 from ep_dispatcher.errors import ConfigError, EpError
 from ep_dispatcher.profile.trace import Trace, summarise
+from ep_dispatcher.profile.watch import LIMIT_S, Tell, Watch, add_limit
 from ep_dispatcher.slurm import adopt_slurm
 from ep_dispatcher.train.config import TrainConfig
 from ep_dispatcher.train.data import load_corpus
-from ep_dispatcher.train.progress import Steps
 from ep_dispatcher.train.runtime import Runtime
 
 SUMMARY = "summary.json"
@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only the gradients of the first batch, again and again: a product of another number "
         "of rows is one that the library of products has to choose an algorithm for, on the host",
     )
+    add_limit(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
     refuse_other_dispatchers(config)
     adopt_slurm("scripts/train.sbatch")
     if "RANK" in os.environ:
-        return run_rank(config, args.warm_up, same_batch=args.same_batch)
+        return run_rank(config, args.warm_up, same_batch=args.same_batch, limit_s=args.limit)
     if config.parallel.num_nodes > 1:
         raise ConfigError("profile starts the ranks of one node; use srun or torchrun for more")
-    words = [*launch.words_of(args), "--warm-up", str(args.warm_up)]
+    words = [*launch.words_of(args), "--warm-up", str(args.warm_up), "--limit", str(args.limit)]
     words += ["--same-batch"] if args.same_batch else []
     return launch.start_ranks(config, words, "ep_dispatcher.profile")
 
@@ -97,21 +98,24 @@ def rank_main(words: Sequence[str]) -> int:
         return launch.USER_ERROR
 
 
-def run_rank(config: TrainConfig, warm_up: int, *, same_batch: bool = False) -> int:
+def run_rank(
+    config: TrainConfig, warm_up: int, *, same_batch: bool = False, limit_s: float = LIMIT_S
+) -> int:
     """Profile as the rank that the environment names; returns the exit code."""
     import torch.distributed as dist
 
     from ep_dispatcher.train.runtime import open_runtime
 
-    runtime = open_runtime(config)
-    profile_job(config, warm_up, runtime, same_batch=same_batch)
-    dist.barrier()
-    dist.destroy_process_group()
+    with Watch(Path(config.train.out_dir) / SUMMARY, limit_s) as watch:
+        runtime = open_runtime(config)
+        profile_job(config, warm_up, runtime, watch, same_batch=same_batch)
+        dist.barrier()
+        dist.destroy_process_group()
     return launch.OK
 
 
 def profile_job(
-    config: TrainConfig, warm_up: int, runtime: Runtime, *, same_batch: bool = False
+    config: TrainConfig, warm_up: int, runtime: Runtime, tell: Tell, *, same_batch: bool = False
 ) -> None:
     """Build the job, run its steps under the profiler, write what they say; collective.
 
@@ -119,6 +123,7 @@ def profile_job(
         config: of the job.
         warm_up: steps before.
         runtime: this rank.
+        tell: is told each phase as it begins.
         same_batch: take the gradients of the first batch each time and leave the weights alone, so
             that every step has the same routing.
 
@@ -134,24 +139,25 @@ def profile_job(
             "parallel.expert=1), or use ep_dispatcher.profile.layer, which times by events"
         )
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    tell("reading the text, and Megatron's modules")
     from ep_dispatcher.train.loop import Trainer
     from ep_dispatcher.train.model import build_job
 
-    steps = Steps(speaks=runtime.is_first)
     corpus = load_corpus(config.data, config.model.seq_length)
+    tell("building the model")
     job = build_job(config, runtime)
     trainer = Trainer(config, corpus, runtime, job)
     for step in range(warm_up):
-        steps(f"step {step + 1} of {warm_up} to warm up")
+        tell(f"step {step + 1} of {warm_up} to warm up")
         _one_step(trainer, step, same_batch=same_batch)
     runtime.settle()
-    steps(f"{config.train.steps} steps under the profiler, whose own start takes a while")
+    tell(f"{config.train.steps} steps under the profiler, whose own start takes a while")
     folder = Path(config.train.out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"trace_rank{runtime.rank}.json"
     run = functools.partial(_one_step, trainer, same_batch=same_batch)
     _record(run, range(warm_up, warm_up + config.train.steps), path, on_gpu=runtime.on_gpu)
-    steps(f"reading {path}")
+    tell(f"reading {path}")
     told: list[Any] = [None] * runtime.num_ranks
     dist.all_gather_object(told, summarise(Trace.read(path)))
     if runtime.is_first:

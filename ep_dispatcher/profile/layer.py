@@ -42,6 +42,7 @@ from ep_dispatcher.profile.clock import (
     total_ms,
 )
 from ep_dispatcher.profile.lines import layer_fields, sharing_of
+from ep_dispatcher.profile.watch import Tell, Watch, add_limit, positive
 from ep_dispatcher.train.config import TrainConfig, load_config
 from ep_dispatcher.train.progress import say
 from ep_dispatcher.train.runtime import Runtime, open_runtime
@@ -87,6 +88,7 @@ class LayerBench:
         chunks: numbers of chunks to try.
         delayed: try each with delayed weight gradients too.
         serial: try each on one stream too.
+        tell: is told each phase as it begins.
     """
 
     def __init__(
@@ -97,9 +99,10 @@ class LayerBench:
         *,
         delayed: bool = False,
         serial: bool = True,
+        tell: Tell,
     ) -> None:
         """Build all variants over the weights of the first, which they share."""
-        self._config, self._runtime = config, runtime
+        self._config, self._runtime, self._tell = config, runtime, tell
         self._pools: dict[bool, Any] = {}  # an arena belongs to the stream that used it first
         self._weights: list[Tensor] = []
         self.variants = [self._build("alltoall", None), self._build("ours", self._options(1))]
@@ -118,14 +121,18 @@ class LayerBench:
 
     def run(self, rounds: int) -> None:
         """Check each variant against the first, warm up, time, and record one round of each."""
+        self._tell("the first variant's output")
         first = self._output(self.variants[0])
         for variant in self.variants:
+            self._tell(f"{variant.name}: output and {_WARM_UP} steps to warm up")
             self._warm_up(variant, first)
         running = [variant for variant in self.variants if not variant.error]
-        for _ in range(rounds):
+        for index in range(rounds):
+            self._tell(f"round {index + 1} of {rounds} of all variants")
             for variant in running:
                 variant.times_ms.append(self._step(variant))
         for variant in running:
+            self._tell(f"{variant.name}: memory and phases of a step")
             self._measure_memory(variant)
             dist.barrier()
             variant.clock.start()
@@ -163,6 +170,7 @@ class LayerBench:
 
     def _build(self, name: str, options: Any) -> Variant:  # noqa: ANN401
         """A layer with its clock; ours share the groups of those with as many streams."""
+        self._tell(f"{name}: building the layer")
         from ep_dispatcher.megatron.plugin import EpPlugin, with_ep_dispatcher
         from ep_dispatcher.train.model import block_spec, make_megatron_config
 
@@ -356,11 +364,12 @@ def record(
 
 def main(words: Sequence[str]) -> int:
     """Be one rank of the measurement; returns the exit code."""
-    config = read_config(words)
-    runtime = open_runtime(config)
-    measure(words, config, runtime)
-    dist.barrier()
-    dist.destroy_process_group()
+    config, args = read_config(words), _parser().parse_args(words)
+    with Watch(args.out, args.limit) as watch:
+        runtime = open_runtime(config)
+        measure(words, config, runtime, watch)
+        dist.barrier()
+        dist.destroy_process_group()
     return OK
 
 
@@ -377,14 +386,16 @@ def read_config(words: Sequence[str]) -> TrainConfig:
     return config
 
 
-def measure(words: Sequence[str], config: TrainConfig, runtime: Runtime) -> None:
+def measure(words: Sequence[str], config: TrainConfig, runtime: Runtime, tell: Tell) -> None:
     """Time all variants and record them; collective.
 
     Args:
         words: the command line.
         config: that it names.
         runtime: this rank.
+        tell: is told each phase as it begins.
     """
+    tell("reading Megatron's modules")
     args = _parser().parse_args(words)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -394,7 +405,8 @@ def measure(words: Sequence[str], config: TrainConfig, runtime: Runtime) -> None
     initialize_groups(config)
     model_parallel_cuda_manual_seed(config.train.seed)
     chunks = [int(number) for number in args.chunks.split(",") if number]
-    bench = LayerBench(config, runtime, chunks, delayed=args.delayed, serial=not args.no_serial)
+    serial = not args.no_serial
+    bench = LayerBench(config, runtime, chunks, delayed=args.delayed, serial=serial, tell=tell)
     bench.run(args.rounds)
     log = log_of_module(args.out, "ep_dispatcher.profile.layer", words)
     _report(bench, config, runtime, log)
@@ -409,7 +421,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--out", type=Path, default=Path("docs/results/overlap.jsonl"))
     parser.add_argument("--spans", type=Path, help="JSON file for the phases of each rank")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=positive, default=10)
+    add_limit(parser)
     parser.add_argument("--chunks", default="2,4", help="numbers of chunks, with commas")
     parser.add_argument("--no-serial", action="store_true", help="no variants on one stream")
     parser.add_argument(

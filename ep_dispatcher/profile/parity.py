@@ -33,6 +33,7 @@ from ep_dispatcher.errors import ConfigError, EpError
 from ep_dispatcher.launch import OK, USER_ERROR, tell
 from ep_dispatcher.megatron.options import OverlapOptions
 from ep_dispatcher.profile.lines import sharing_of
+from ep_dispatcher.profile.watch import Watch, add_limit, positive
 from ep_dispatcher.train.config import TrainConfig, load_config
 from ep_dispatcher.train.data import BatchKey, Corpus, load_corpus
 from ep_dispatcher.train.progress import say
@@ -160,7 +161,7 @@ def _split(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, train=halves)
 
 
-def train(config: TrainConfig, corpus: Corpus, runtime: Runtime) -> Run:
+def train(config: TrainConfig, corpus: Corpus, runtime: Runtime, watch: Watch) -> Run:
     """Train one variant from its seed; collective."""
     from ep_dispatcher.train.loop import Trainer, tiers_of
     from ep_dispatcher.train.model import build_job
@@ -171,6 +172,8 @@ def train(config: TrainConfig, corpus: Corpus, runtime: Runtime) -> Run:
     trainer = Trainer(config, corpus, runtime, job)
     losses, times = [], []
     for step in range(config.train.steps):
+        tell = watch if step < 2 else watch.at  # the first step takes longer than all others
+        tell(f"step {step + 1} of {config.train.steps}")
         started = time.perf_counter()
         line = trainer.step(step)
         times.append(time.perf_counter() - started)
@@ -198,51 +201,64 @@ def mean_difference(losses: Sequence[float], others: Sequence[float]) -> float:
     return statistics.fmean(abs(one - other) for one, other in zip(losses, others, strict=True))
 
 
-def record(runs: dict[str, Run], config: TrainConfig, log: ResultLog) -> list[str]:
-    """Append a line a variant; returns what to print."""
-    reference, words = runs["alltoall"], []
+def needed(name: str, names: Sequence[str]) -> set[str]:
+    """The variants that the line of one compares it with, itself included.
+
+    Example: "ours" of alltoall, ours, ours again -> all three.
+    """
+    return {name, "alltoall"} | ({"allgather", f"{name} again"} & set(names))
+
+
+def record(name: str, runs: dict[str, Run], config: TrainConfig, log: ResultLog) -> str:
+    """Append the line of a variant; returns what to print.
+
+    Args:
+        name: of the variant.
+        runs: it and what it is compared with.
+        config: of all variants.
+        log: gets the line.
+    """
+    run, reference = runs[name], runs["alltoall"]
     allowed = worst(runs["allgather"].losses, reference.losses) if "allgather" in runs else None
-    for name, run in runs.items():
-        repeated = runs.get(f"{name} again")
-        same_bits = None if repeated is None else repeated.has_bits_of(run)
-        ours = name.startswith(("ours", "chunks"))
-        difference = worst(run.losses, reference.losses)
-        mean = mean_difference(run.losses, reference.losses)
-        last = abs(run.losses[-1] - reference.losses[-1])
-        log.write(
-            sharing=sharing_of(config),
-            suite="train",
-            backend=f"ep_dispatcher/{run.tiers}" if ours else f"megatron/{name.split()[0]}",
-            variant=name,
-            phase="step",
-            ranks=config.parallel.num_ranks,
-            num_sms=config.ep_dispatcher.num_sms,
-            num_tokens=config.tokens_per_rank,
-            num_micro_batches=config.train.num_micro_batches,
-            hidden=config.model.hidden,
-            num_topk=config.model.num_topk,
-            num_experts=config.model.num_experts,
-            dtype=config.model.dtype,
-            seed=config.train.seed,
-            steps=len(run.losses),
-            first_loss=run.losses[0],
-            last_loss=run.losses[-1],
-            losses=[round(loss, 6) for loss in run.losses],
-            max_loss_difference=difference,
-            mean_loss_difference=mean,
-            last_loss_difference=last,
-            allgather_loss_difference=allowed,
-            checked=ours and allowed is not None and difference <= allowed,
-            same_bits_again=same_bits,
-            peak_bytes=run.peak_bytes or None,
-            median_us=round(run.step_s * 1e6, 1),
-        )
-        words.append(
-            f"{name:14s} loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}  from alltoall worst "
-            f"{difference:.2e} mean {mean:.2e} last {last:.2e}  step {run.step_s * 1e3:.1f} ms  "
-            f"{run.tiers}" + ("" if same_bits is None else f"  same bits again: {same_bits}")
-        )
-    return words
+    repeated = runs.get(f"{name} again")
+    same_bits = None if repeated is None else repeated.has_bits_of(run)
+    ours = name.startswith(("ours", "chunks"))
+    difference = worst(run.losses, reference.losses)
+    mean = mean_difference(run.losses, reference.losses)
+    last = abs(run.losses[-1] - reference.losses[-1])
+    log.write(
+        sharing=sharing_of(config),
+        suite="train",
+        backend=f"ep_dispatcher/{run.tiers}" if ours else f"megatron/{name.split()[0]}",
+        variant=name,
+        phase="step",
+        ranks=config.parallel.num_ranks,
+        num_sms=config.ep_dispatcher.num_sms,
+        num_tokens=config.tokens_per_rank,
+        num_micro_batches=config.train.num_micro_batches,
+        hidden=config.model.hidden,
+        num_topk=config.model.num_topk,
+        num_experts=config.model.num_experts,
+        dtype=config.model.dtype,
+        seed=config.train.seed,
+        steps=len(run.losses),
+        first_loss=run.losses[0],
+        last_loss=run.losses[-1],
+        losses=[round(loss, 6) for loss in run.losses],
+        max_loss_difference=difference,
+        mean_loss_difference=mean,
+        last_loss_difference=last,
+        allgather_loss_difference=allowed,
+        checked=ours and allowed is not None and difference <= allowed,
+        same_bits_again=same_bits,
+        peak_bytes=run.peak_bytes or None,
+        median_us=round(run.step_s * 1e6, 1),
+    )
+    return (
+        f"{name:14s} loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}  from alltoall worst "
+        f"{difference:.2e} mean {mean:.2e} last {last:.2e}  step {run.step_s * 1e3:.1f} ms  "
+        f"{run.tiers}" + ("" if same_bits is None else f"  same bits again: {same_bits}")
+    )
 
 
 def main(words: Sequence[str]) -> int:
@@ -254,23 +270,26 @@ def main(words: Sequence[str]) -> int:
     except EpError as error:
         tell(error, "profile.parity")
         return USER_ERROR
-    runtime = open_runtime(config)
-    compare(words, config, runtime)
-    dist.barrier()
-    dist.destroy_process_group()
+    with Watch(args.out, args.limit) as watch:
+        runtime = open_runtime(config)
+        compare(words, config, runtime, watch)
+        dist.barrier()
+        dist.destroy_process_group()
     return OK
 
 
-def compare(words: Sequence[str], config: TrainConfig, runtime: Runtime) -> None:
+def compare(words: Sequence[str], config: TrainConfig, runtime: Runtime, watch: Watch) -> None:
     """Train all variants, compare and record; collective.
 
     Args:
         words: the command line.
         config: that it names.
         runtime: this rank.
+        watch: is told each phase as it begins.
     """
     args = _parser().parse_args(words)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    watch("reading the text, and Megatron's modules")
     corpus = load_corpus(config.data, config.model.seq_length)
     torch.use_deterministic_algorithms(True, warn_only=True)  # of what is Megatron's and torch's
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
@@ -278,34 +297,63 @@ def compare(words: Sequence[str], config: TrainConfig, runtime: Runtime) -> None
     found = []
     for seed in args.seeds or [config.train.seed]:
         seeded = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
-        found.append(_compare_seed(args, seeded, corpus, runtime, log))
+        lines = Lines(args.variants, seeded, log if runtime.is_first else None)
+        found.append(_compare_seed(args, lines, corpus, runtime, watch))
     if runtime.is_first and len(found) > 1:
         for line in summarise_seeds(found):
             say(line)
 
 
+class Lines:
+    """Runs with one seed, and their lines: each is written once all that it needs has run.
+
+    Args:
+        names: of all variants.
+        config: of them.
+        log: gets the lines; None: there are none.
+
+    Attributes:
+        config: as given.
+        runs: so far.
+    """
+
+    def __init__(self, names: Sequence[str], config: TrainConfig, log: ResultLog | None) -> None:
+        """No run yet."""
+        self.config, self.runs = config, dict[str, Run]()
+        self._names, self._log = names, log
+        self._left = list(names)
+
+    def add(self, name: str, run: Run) -> None:
+        """A variant has run."""
+        self.runs[name] = run
+        self._write([each for each in self._left if needed(each, self._names) <= set(self.runs)])
+
+    def end(self) -> None:
+        """No more will run: what did is written where alltoall did."""
+        if "alltoall" in self.runs:
+            self._write([each for each in self._left if each in self.runs])
+
+    def _write(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._left.remove(name)
+            if self._log is not None:
+                say(record(name, self.runs, self.config, self._log))
+
+
 def _compare_seed(
-    args: argparse.Namespace, config: TrainConfig, corpus: Corpus, runtime: Runtime, log: ResultLog
+    args: argparse.Namespace, lines: Lines, corpus: Corpus, runtime: Runtime, watch: Watch
 ) -> dict[str, Run]:
     """All variants with one seed; collective."""
-    runs: dict[str, Run] = {}
-    began = time.perf_counter()
     try:
         for name in args.variants:
             text = SplitCorpus.of(corpus) if name == SPLIT else corpus
-            runs[name] = train(config_of(name, config, args.chunks), text, runtime)
+            watch(f"seed {lines.config.train.seed}, {name}: building the model")
+            variant = config_of(name, lines.config, args.chunks)
+            lines.add(name, train(variant, text, runtime, watch))
             gc.collect()
-            if runtime.is_first:
-                losses, passed_s = runs[name].losses, time.perf_counter() - began
-                say(
-                    f"{passed_s:6.1f} s  seed {config.train.seed}  {name}: "
-                    f"{losses[0]:.6f} -> {losses[-1]:.6f}"
-                )
     finally:  # what was measured is kept where a later variant fails
-        if runtime.is_first and "alltoall" in runs:
-            for line in record(runs, config, log):
-                say(line)
-    return runs
+        lines.end()
+    return lines.runs
 
 
 def summarise_seeds(found: Sequence[dict[str, Run]]) -> list[str]:
@@ -341,7 +389,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ep_dispatcher.profile.parity", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=positive, default=50)
+    add_limit(parser)
     parser.add_argument("--chunks", type=int, default=2)
     parser.add_argument("--variants", type=_variants, default=",".join(VARIANTS))
     parser.add_argument("--seeds", type=int, nargs="*", help="instead of the config's train.seed")

@@ -9,20 +9,25 @@ streams; each is clocked by events, so `hidden_fraction` is the part of the time
 dispatch or combine during which a node that computes ran on the same rank. With n micro-batches at
 most (n - 1) / n of it can be hidden: the first forward and the last backward have no partner, so
 fewer than two are refused.
+
+Each variant's line is written as soon as it is there, so the order of --variants says what is left
+of a run that is cut; the first one is what the losses of the others are compared with.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,6 +45,7 @@ from ep_dispatcher.profile.clock import (
 )
 from ep_dispatcher.profile.lines import layer_fields, sharing_of
 from ep_dispatcher.profile.parity import config_of, refuse_variants
+from ep_dispatcher.profile.watch import Tell, Watch, add_limit, positive
 from ep_dispatcher.train.config import TrainConfig, load_config
 from ep_dispatcher.train.data import Corpus, load_corpus
 from ep_dispatcher.train.progress import say
@@ -48,7 +54,14 @@ from ep_dispatcher.train.runtime import Runtime, open_runtime
 VARIANTS = ("alltoall", "ours", "alltoall 1f1b", "ours 1f1b")
 COMMUNICATION = ("moe_dispatch", "moe_combine")
 COMPUTE = "compute"
-_WARM_UP = 2
+_NCCL_BLOCKS = "NCCL_MAX_CTAS"
+
+
+class Rounds(NamedTuple):
+    """How often a step runs."""
+
+    warm_up: int
+    timed: int
 
 
 @dataclass(frozen=True)
@@ -99,34 +112,59 @@ def clocked_nodes(clock: Clock) -> Iterator[None]:
         ScheduleNode.__init__ = plain
 
 
-def run_variant(config: TrainConfig, corpus: Corpus, runtime: Runtime, rounds: int) -> Measured:
-    """Build a variant, warm it up, time it, and clock one more round; collective."""
+def run_variant(
+    config: TrainConfig, corpus: Corpus, runtime: Runtime, rounds: Rounds, tell: Tell
+) -> Measured:
+    """Build a variant, warm it up, time it, and clock one more round of nodes; collective.
+
+    Args:
+        config: of the variant.
+        corpus: its text.
+        runtime: this rank.
+        rounds: to warm up and to time, at least one each.
+        tell: is told each phase as it begins.
+    """
     from ep_dispatcher.train.loop import Trainer, tiers_of
     from ep_dispatcher.train.model import build_job
 
+    tell("building the model")
     job = build_job(config, runtime)
     trainer = Trainer(config, corpus, runtime, job)
-    clock = Clock(stamp_maker(on_gpu=runtime.on_gpu))
     # One batch for all: a product of another number of rows is chosen anew, which takes the host.
-    results = [trainer.run_gradients(0) for _ in range(_WARM_UP)]
-    times_ms = []
-    for _ in range(rounds):
+    results = []
+    for index in range(rounds.warm_up):
+        tell(f"step {index + 1} of {rounds.warm_up} to warm up")
+        results.append(trainer.run_gradients(0))
+        runtime.settle()
+    times_ms: list[float] = []
+    for index in range(rounds.timed):
+        before = f", the last one took {times_ms[-1]:.1f} ms" if times_ms else ""
+        tell(f"round {index + 1} of {rounds.timed}{before}")
         runtime.settle()
         began = time.perf_counter()
         trainer.run_gradients(0)
         if runtime.on_gpu:
             torch.cuda.synchronize()
         times_ms.append((time.perf_counter() - began) * 1e3)
-    runtime.settle()
-    with clocked_nodes(clock):
-        clock.start()
-        trainer.run_gradients(0)
-        spans = clock.stop()
+    spans = []
+    if config.train.overlap:  # other schedules have no nodes
+        tell("a round with its nodes clocked")
+        spans = _clocked_round(trainer, runtime)
     losses = [float(each["loss"]) for each in results[0]]
     tiers = "+".join(sorted(tiers_of(job)))
     job.close()
     backend = f"ep_dispatcher/{tiers}" if tiers else f"megatron/{config.train.dispatcher}"
     return Measured(times_ms, spans, sum(losses) / max(1, len(losses)), backend)
+
+
+def _clocked_round(trainer: Any, runtime: Runtime) -> list[Span]:  # noqa: ANN401
+    """When each node of one step ran."""
+    clock = Clock(stamp_maker(on_gpu=runtime.on_gpu))
+    runtime.settle()
+    with clocked_nodes(clock):
+        clock.start()
+        trainer.run_gradients(0)
+        return clock.stop()
 
 
 def summarise(measured: Measured, runtime: Runtime) -> dict[str, Any]:
@@ -167,26 +205,31 @@ def record(
         checked=difference < 1e-2,
         difference=difference,
         max_connections=max_connections(),
+        nccl_max_ctas=os.environ.get(_NCCL_BLOCKS),
         **found,
     )
 
 
-def measure(words: Sequence[str], config: TrainConfig, runtime: Runtime) -> None:
+def measure(words: Sequence[str], config: TrainConfig, runtime: Runtime, tell: Tell) -> None:
     """Run, record and print all variants; collective.
 
     Args:
         words: the command line.
         config: that it names.
         runtime: this rank.
+        tell: is told each phase as it begins.
     """
     args = _parser().parse_args(words)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    tell("reading the text, and Megatron's modules")
     corpus = load_corpus(config.data, config.model.seq_length)
+    rounds = Rounds(args.warm_up, args.rounds)
     log = log_of_module(args.out, "ep_dispatcher.profile.schedule", words)
     first: dict[str, Any] | None = None
     for name in args.variants.split(","):
         variant = config_of(name, config, 1)
-        found = summarise(run_variant(variant, corpus, runtime, args.rounds), runtime)
+        phase = functools.partial(_tell_of, tell, name)
+        found = summarise(run_variant(variant, corpus, runtime, rounds, phase), runtime)
         first = first or found
         gc.collect()
         if runtime.on_gpu:
@@ -209,11 +252,27 @@ def main(words: Sequence[str]) -> int:
     except EpError as error:
         tell(error, "profile.schedule")
         return USER_ERROR
-    runtime = open_runtime(config)
-    measure(words, config, runtime)
-    dist.barrier()
-    dist.destroy_process_group()
+    bound_nccl(config)
+    with Watch(args.out, args.limit) as watch:
+        runtime = open_runtime(config)
+        measure(words, config, runtime, watch)
+        dist.barrier()
+        dist.destroy_process_group()
     return OK
+
+
+def _tell_of(tell: Tell, name: str, text: str) -> None:
+    tell(f"{name}: {text}")
+
+
+def bound_nccl(config: TrainConfig) -> None:
+    """Keep NCCL's blocks within the SMs that norms leave free, where ranks share a GPU.
+
+    A norm over wide rows is one launch whose blocks must all have a place; NCCL's of the other
+    ranks hold theirs until this rank comes. What the environment says stays.
+    """
+    if config.parallel.ranks_share_gpu:
+        os.environ.setdefault(_NCCL_BLOCKS, str(config.ep_dispatcher.num_sms))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -221,7 +280,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--out", type=Path, default=Path("docs/results/overlap.jsonl"))
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=positive, default=4, help="steps to time (default 4)")
+    parser.add_argument("--warm-up", type=positive, default=2, help="steps before (default 2)")
+    add_limit(parser)
     parser.add_argument("--variants", default=",".join(VARIANTS), help="names, with commas")
     return parser
 

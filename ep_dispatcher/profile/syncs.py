@@ -27,8 +27,9 @@ from ep_dispatcher import EpConfig, EPGroup, MoeShape, device
 from ep_dispatcher.bench.results import ResultLog, log_of_module
 from ep_dispatcher.device_wait import wait_for_answer
 from ep_dispatcher.profile.trace import Trace
+from ep_dispatcher.profile.watch import Tell, Watch, add_limit
 from ep_dispatcher.ranges import LAYER, phase
-from ep_dispatcher.train.progress import Steps, say
+from ep_dispatcher.train.progress import say
 
 SHAPE = MoeShape(hidden=2048, num_topk=8, num_experts=64)
 TOKENS = 2048
@@ -63,7 +64,7 @@ def counting_waits() -> Iterator[MailboxWaits]:
         yield waits
 
 
-def run_layers(group: EPGroup, topk_idx: torch.Tensor, x: torch.Tensor, steps: Steps) -> Seen:
+def run_layers(group: EPGroup, topk_idx: torch.Tensor, x: torch.Tensor, tell: Tell) -> Seen:
     """Run some layers, forward and backward inside one range each, and read their trace."""
 
     def layer() -> None:
@@ -75,17 +76,17 @@ def run_layers(group: EPGroup, topk_idx: torch.Tensor, x: torch.Tensor, steps: S
             out = group.combine(plan, recv_x * recv_weights.unsqueeze(1).to(recv_x.dtype))
             out.backward(x.detach())
 
-    steps("layers to warm up")
+    tell("layers to warm up")
     for _ in range(3):
         layer()
     torch.cuda.synchronize()
-    steps("layers under the profiler, whose own start takes a while")
+    tell("layers under the profiler, whose own start takes a while")
     kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with counting_waits() as waits, profile(activities=kinds) as profiler:
         for _ in range(_LAYERS):
             layer()
         torch.cuda.synchronize()
-    steps("reading the trace")
+    tell("reading the trace")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
@@ -96,18 +97,19 @@ def main(words: Sequence[str]) -> int:
     """Measure both modes on one GPU; returns the exit code."""
     parser = argparse.ArgumentParser(prog="ep_dispatcher.profile.syncs", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("docs/results/overlap.jsonl"))
+    add_limit(parser)
     args = parser.parse_args(words)
-    torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    log = log_of_module(args.out, "ep_dispatcher.profile.syncs", words)
-    measure(log)
-    dist.destroy_process_group()
+    with Watch(args.out, args.limit) as watch:
+        torch.cuda.set_device(0)
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        log = log_of_module(args.out, "ep_dispatcher.profile.syncs", words)
+        measure(log, watch)
+        dist.destroy_process_group()
     return 0
 
 
-def measure(log: ResultLog) -> None:
+def measure(log: ResultLog, tell: Tell) -> None:
     """Count both modes over the default process group, of one rank, and record them."""
-    steps = Steps()
     scores = torch.rand(TOKENS, SHAPE.num_experts, device="cuda")
     topk_idx = scores.topk(SHAPE.num_topk, 1).indices
     x = torch.randn(TOKENS, SHAPE.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -115,9 +117,9 @@ def measure(log: ResultLog) -> None:
         config = EpConfig(
             shape=SHAPE, max_tokens_per_rank=TOKENS, recv_capacity_rows=capacity, tier="device"
         )
-        steps(f"{mode}: opening the group")
+        tell(f"{mode}: opening the group")
         with EPGroup.create(None, config) as group:
-            seen = run_layers(group, topk_idx, x, steps)
+            seen = run_layers(group, topk_idx, x, tell)
         record(mode, seen, log)
 
 
