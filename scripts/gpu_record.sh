@@ -5,12 +5,14 @@
 #
 # Parts of         need beside torch and NCCL
 #   performance.md   kernels  peers (nccl-extensions)  eight (the same)  torch  products (the same)
-#   overlap.md       layer  schedule  trace  beside  waits (megatron-core, Transformer Engine)
+#   overlap.md       layer  schedule  parity  trace  graphs  waits (megatron-core, Transformer Engine)
+#                    beside (Transformer Engine, and what scripts/gpu_kernels.sh builds)
 #   ablation.md      refusals  ablate (megatron-core)  hosts  host
 # PYTHON     interpreter with torch, pybind11 and pytest (default: python3)
 # NCCL_HOME  NCCL 2.30.7 or later, if the wheel is not in that Python
 # RESULTS    folder for lines, logs and the table (default: runs/gpu_record)
 # COMMIT     that the lines name, where the sources are no git checkout
+# Where a part of overlap.md is cut or hangs, files *.stacks below RESULTS say where each rank was.
 # Modules that are newer than every source are kept (scripts/gpu_tests.sh build). Nothing else should
 # use the GPU meanwhile. Fails if any part did.
 set -uo pipefail
@@ -21,9 +23,9 @@ RESULTS=${RESULTS:-runs/gpu_record}
 # shellcheck source=scripts/gpu_parts.sh
 . scripts/gpu_parts.sh
 
-ALL_PARTS='kernels peers eight torch products layer schedule trace beside waits refusals ablate hosts host'
+ALL_PARTS='kernels peers eight torch products layer schedule parity trace graphs beside waits refusals ablate hosts host'
 if (($# == 0)) || [[ $1 == -h || $1 == --help ]]; then
-  sed -n '2,17s/^# \{0,1\}//p' "$0"
+  sed -n '2,19s/^# \{0,1\}//p' "$0"
   exit $(($# == 0 ? 2 : 0))
 fi
 FOUR=("$PYTHON" -m torch.distributed.run --nproc-per-node 4)
@@ -59,47 +61,70 @@ part_torch() {
 part_products() { bench products 84 --cells configs/bench_one_gpu_products.yaml; }
 part_refusals() { bench refusals 150 --cells configs/bench_one_gpu_refusals.yaml; }
 
+PHASE_S=60 # that a phase of overlap.md may take: building a model, a step, all variants once
 part_layer() {
   need_mps layer || return
   export CUDA_DEVICE_MAX_CONNECTIONS=8 # of each process: streams that share one wait for each other
   local layer=(-m ep_dispatcher.profile.layer --config configs/overlap_layer.yaml --rounds 6
-    --chunks 2,4 --no-serial --out "$RESULTS/layer.jsonl")
-  check layer 60 "${FOUR[@]}" "${layer[@]}"
-  check "layer, shared expert" 70 "${FOUR[@]}" "${layer[@]}" --delayed --spans "$RESULTS/spans.json" \
+    --chunks 2,4 --no-serial --limit "$PHASE_S" --out "$RESULTS/layer.jsonl")
+  check layer 90 "${FOUR[@]}" "${layer[@]}"
+  check "layer, shared expert" 90 "${FOUR[@]}" "${layer[@]}" --delayed --spans "$RESULTS/spans.json" \
     --set model.shared_expert_ffn_hidden=2048
   stop_mps
 }
+# First what only the schedule can show; alltoall's losses are what ours are compared with.
 part_schedule() {
   need_mps schedule || return
-  CUDA_DEVICE_MAX_CONNECTIONS=8 check schedule 120 "${FOUR[@]}" -m ep_dispatcher.profile.schedule \
+  CUDA_DEVICE_MAX_CONNECTIONS=8 check schedule 180 "${FOUR[@]}" -m ep_dispatcher.profile.schedule \
     --config configs/overlap_layer.yaml --set train.num_micro_batches=12 \
+    --variants 'alltoall 1f1b,ours 1f1b,ours,alltoall' --rounds 3 --limit "$PHASE_S" \
     --out "$RESULTS/schedule.jsonl"
   stop_mps
 }
+part_parity() {
+  need_mps parity || return
+  CUDA_DEVICE_MAX_CONNECTIONS=8 check parity 150 "${FOUR[@]}" -m ep_dispatcher.profile.parity --config configs/one_gpu_4ranks.yaml \
+    --steps 50 --variants 'alltoall,allgather,ours,alltoall split,chunks' --seeds 2 3 4 \
+    --set model.num_layers=2 --set train.micro_batch=2 --set model.aux_loss=0 \
+    --set ep_dispatcher.tier=device --limit "$PHASE_S" --out "$RESULTS/parity.jsonl"
+  stop_mps
+}
 
-# trace NAME OPTION...: of one rank on a GPU of its own, and its picture
+# single NAME LIMIT_S COMMAND...: a check that is the only rank, with no launcher to start first
+single() {
+  local name=$1 limit_s=$2
+  shift 2
+  RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29671 \
+    check "$name" "$limit_s" "$@"
+}
+# trace NAME OPTION...: of one rank on a GPU of its own, and its picture beside what comes next
 trace() {
   local name=$1 out=$RESULTS/$1
   shift
-  check "trace $name" 80 "$PYTHON" -m ep_dispatcher profile --same-batch --steps 2 --out "$out" \
-    --config configs/overlap_layer.yaml "${ALONE[@]}" "$@"
-  check "picture $name" 40 "$PYTHON" -m ep_dispatcher.profile.picture "$out/trace_rank0.json" \
-    "$RESULTS/$name.png"
+  single "trace $name" 80 "$PYTHON" -m ep_dispatcher profile --same-batch --steps 2 --limit "$PHASE_S" \
+    --out "$out" --config configs/overlap_layer.yaml "${ALONE[@]}" "$@"
+  beside check "picture $name" 60 "$PYTHON" -m ep_dispatcher.profile.picture \
+    "$out/trace_rank0.json" "$RESULTS/$name.png"
 }
 part_trace() {
   trace chunks --set ep_dispatcher.overlap.chunks=4
   trace shared --set ep_dispatcher.overlap.chunks=4 --set model.shared_expert_ffn_hidden=2048
+  meet
+}
+# Where it hangs, its log ends with its stacks; else with the two lists of losses, which must be equal.
+part_graphs() {
+  local same='import json, sys; last = sys.stdin.read().splitlines()[-1]; print(last)
+found = json.loads(last); sys.exit(not found["plain"] or found["plain"] != found["graphed"])'
+  CUBLAS_WORKSPACE_CONFIG=:4096:8 single graphs 105 timeout -s ABRT 100 "$PYTHON" -W ignore \
+    -X faulthandler tests/megatron_graph_rank.py chunks attn,moe_router,moe_preprocess
+  check "graphs, same losses" 10 "$PYTHON" -c "$same" <"$RESULTS/graphs.log"
 }
 part_beside() {
-  local experts
-  for experts in cublaslt te; do
-    check "beside, $experts" 100 "$PYTHON" -m ep_dispatcher.profile.beside --experts "$experts" \
-      --out "$RESULTS/beside.jsonl"
-  done
+  check beside 150 "$PYTHON" -m ep_dispatcher.profile.beside --experts cublaslt te --rounds 5 \
+    --limit "$PHASE_S" --out "$RESULTS/beside.jsonl"
 }
 part_waits() {
-  check waits 60 "$PYTHON" -m torch.distributed.run --nproc-per-node 1 -m ep_dispatcher.profile.syncs \
-    --out "$RESULTS/waits.jsonl"
+  single waits 60 "$PYTHON" -m ep_dispatcher.profile.syncs --limit "$PHASE_S" --out "$RESULTS/waits.jsonl"
 }
 
 part_ablate() {

@@ -134,6 +134,45 @@ def test_all_parts_are_known_before_the_first_runs(script: str, tmp_path: Path) 
     assert "no part is called bogus; parts: " in done.stdout
 
 
+def recorded(
+    folder: Path, *parts: str, says: str = ""
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run parts of the script that records, with programs that do nothing; see `run_beside`."""
+    stand_in(folder, "nvidia-cuda-mps-control")
+    stand_in(folder, "python", f"[[ $1 != -c ]] || exec {sys.executable} \"$@\"\necho '{says}'")
+    return run_beside(folder, "gpu_record.sh", *parts, CUDA_MPS_PIPE_DIRECTORY="")
+
+
+def test_options_of_the_parts_about_overlap_are_those_of_their_modules(tmp_path: Path) -> None:
+    """Every command names options that its module, or torchrun before it, has."""
+    parts = ("layer", "schedule", "parity", "trace", "beside", "waits")
+    done, calls = recorded(tmp_path, *parts)
+    assert done.returncode == 0, done.stdout
+    root = SCRIPT.parent.parent / "ep_dispatcher"
+    common = (root / "profile" / "watch.py").read_text() + (root / "launch.py").read_text()
+    seen = set()
+    for call in calls:
+        found = re.search(r"-m (ep_dispatcher\S*)(.*)", call)
+        if found is None:
+            continue
+        profile = found[2].startswith(" profile ")
+        name = "ep_dispatcher.profile.command" if profile else found[1]
+        source = (root.parent / f"{name.replace('.', '/')}.py").read_text()
+        for option in re.findall(r" (--[\w-]+)", found[2]):
+            assert f'"{option}"' in source + common or f'f"{option}"' in source, (option, call)
+        seen.add(name.rpartition(".")[2])
+    assert seen == {"layer", "schedule", "parity", "command", "picture", "beside", "syncs"}
+
+
+@pytest.mark.parametrize(("graphed", "code"), [("[1.5, 2.0]", 0), ("[1.5, 2.5]", 1), ("[1.5]", 1)])
+def test_losses_with_graphs_must_be_those_without(graphed: str, code: int, tmp_path: Path) -> None:
+    says = f'{{"plain": [1.5, 2.0], "graphed": {graphed}}}'
+    done, calls = recorded(tmp_path, "graphs", says=says)
+    assert calls[0].endswith("tests/megatron_graph_rank.py chunks attn,moe_router,moe_preprocess")
+    assert done.returncode == code, done.stdout
+    assert f'"graphed": {graphed}' in done.stdout.splitlines()[-1]
+
+
 @pytest.mark.parametrize("words", [["biuld"], ["build", "--bogus"], ["kernels"]])
 def test_steps_of_the_kernels_are_known_before_the_first_runs(
     words: list[str], tmp_path: Path
