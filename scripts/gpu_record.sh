@@ -6,6 +6,7 @@
 # Parts of         need beside torch and NCCL
 #   performance.md   kernels  peers (nccl-extensions)  eight (the same)  torch  products (the same)
 #   overlap.md       layer  schedule  parity  trace  graphs  waits (megatron-core, Transformer Engine)
+#                    together (layer and parity, for which ranks start once)
 #                    beside (Transformer Engine, and what scripts/gpu_kernels.sh builds)
 #   ablation.md      refusals  ablate (megatron-core)  hosts  host
 # PYTHON     interpreter with torch, pybind11 and pytest (default: python3)
@@ -23,9 +24,9 @@ RESULTS=${RESULTS:-runs/gpu_record}
 # shellcheck source=scripts/gpu_parts.sh
 . scripts/gpu_parts.sh
 
-ALL_PARTS='kernels peers eight torch products layer schedule parity trace graphs beside waits refusals ablate hosts host'
+ALL_PARTS='kernels peers eight torch products layer schedule parity together trace graphs beside waits refusals ablate hosts host'
 if (($# == 0)) || [[ $1 == -h || $1 == --help ]]; then
-  sed -n '2,19s/^# \{0,1\}//p' "$0"
+  sed -n '2,20s/^# \{0,1\}//p' "$0"
   exit $(($# == 0 ? 2 : 0))
 fi
 FOUR=("$PYTHON" -m torch.distributed.run --nproc-per-node 4)
@@ -62,32 +63,36 @@ part_products() { bench products 84 --cells configs/bench_one_gpu_products.yaml;
 part_refusals() { bench refusals 150 --cells configs/bench_one_gpu_refusals.yaml; }
 
 PHASE_S=60 # that a phase of overlap.md may take: building a model, a step, all variants once
-part_layer() {
-  need_mps layer || return
-  export CUDA_DEVICE_MAX_CONNECTIONS=8 # of each process: streams that share one wait for each other
-  local layer=(-m ep_dispatcher.profile.layer --config configs/overlap_layer.yaml --rounds 6
-    --chunks 2,4 --no-serial --limit "$PHASE_S" --out "$RESULTS/layer.jsonl")
-  check layer 90 "${FOUR[@]}" "${layer[@]}"
-  check "layer, shared expert" 90 "${FOUR[@]}" "${layer[@]}" --delayed --spans "$RESULTS/spans.json" \
-    --set model.shared_expert_ffn_hidden=2048
+LAYER=(--config configs/overlap_layer.yaml --rounds 6 --chunks 2,4 --no-serial --limit "$PHASE_S"
+  --out "$RESULTS/layer.jsonl")
+SHARED=("${LAYER[@]}" --delayed --spans "$RESULTS/spans.json"
+  --set model.shared_expert_ffn_hidden=2048)
+PARITY=(--config configs/one_gpu_4ranks.yaml --steps 50
+  --variants 'alltoall,allgather,ours,alltoall split,chunks' --seeds 2 3 4 --set model.num_layers=2
+  --set train.micro_batch=2 --set model.aux_loss=0 --set ep_dispatcher.tier=device
+  --limit "$PHASE_S" --out "$RESULTS/parity.jsonl")
+# four NAME LIMIT_S WORD...: a module with four ranks under MPS
+four() {
+  local name=$1 limit_s=$2
+  shift 2
+  need_mps "$name" || return
+  # Of each process: streams that share one wait for each other.
+  CUDA_DEVICE_MAX_CONNECTIONS=8 check "$name" "$limit_s" "${FOUR[@]}" -m "$@"
   stop_mps
+}
+part_layer() {
+  four layer 130 ep_dispatcher.profile.together layer "${LAYER[@]}" ++ layer "${SHARED[@]}"
+}
+part_parity() { four parity 150 ep_dispatcher.profile.parity "${PARITY[@]}"; }
+part_together() {
+  four together 210 ep_dispatcher.profile.together layer "${LAYER[@]}" ++ layer "${SHARED[@]}" ++ \
+    parity "${PARITY[@]}"
 }
 # First what only the schedule can show; alltoall's losses are what ours are compared with.
 part_schedule() {
-  need_mps schedule || return
-  CUDA_DEVICE_MAX_CONNECTIONS=8 check schedule 180 "${FOUR[@]}" -m ep_dispatcher.profile.schedule \
-    --config configs/overlap_layer.yaml --set train.num_micro_batches=12 \
-    --variants 'alltoall 1f1b,ours 1f1b,ours,alltoall' --rounds 3 --limit "$PHASE_S" \
-    --out "$RESULTS/schedule.jsonl"
-  stop_mps
-}
-part_parity() {
-  need_mps parity || return
-  CUDA_DEVICE_MAX_CONNECTIONS=8 check parity 150 "${FOUR[@]}" -m ep_dispatcher.profile.parity --config configs/one_gpu_4ranks.yaml \
-    --steps 50 --variants 'alltoall,allgather,ours,alltoall split,chunks' --seeds 2 3 4 \
-    --set model.num_layers=2 --set train.micro_batch=2 --set model.aux_loss=0 \
-    --set ep_dispatcher.tier=device --limit "$PHASE_S" --out "$RESULTS/parity.jsonl"
-  stop_mps
+  four schedule 180 ep_dispatcher.profile.schedule --config configs/overlap_layer.yaml \
+    --set train.num_micro_batches=12 --variants 'alltoall 1f1b,ours 1f1b,ours,alltoall' \
+    --rounds 3 --limit "$PHASE_S" --out "$RESULTS/schedule.jsonl"
 }
 
 # single NAME LIMIT_S COMMAND...: a check that is the only rank, with no launcher to start first

@@ -143,25 +143,34 @@ def recorded(
     return run_beside(folder, "gpu_record.sh", *parts, CUDA_MPS_PIPE_DIRECTORY="")
 
 
+def modules_of(call: str) -> list[tuple[str, str]]:
+    """Modules of ours that a command runs, the measurements of one that runs several, and words."""
+    found = re.search(r"-m (ep_dispatcher\S*)(.*)", call)
+    if found is None:
+        return []
+    if found[1].endswith(".together"):
+        parts = [part.split(maxsplit=1) for part in found[2].split(" ++ ")]
+        return [(f"ep_dispatcher.profile.{name}", f" {words}") for name, words in parts]
+    profile = found[2].startswith(" profile ")
+    return [("ep_dispatcher.profile.command" if profile else found[1], found[2])]
+
+
 def test_options_of_the_parts_about_overlap_are_those_of_their_modules(tmp_path: Path) -> None:
-    """Every command names options that its module, or torchrun before it, has."""
-    parts = ("layer", "schedule", "parity", "trace", "beside", "waits")
-    done, calls = recorded(tmp_path, *parts)
+    """Every command names options that its module has."""
+    done, calls = recorded(
+        tmp_path, "layer", "schedule", "parity", "together", "trace", "beside", "waits"
+    )
     assert done.returncode == 0, done.stdout
     root = SCRIPT.parent.parent / "ep_dispatcher"
     common = (root / "profile" / "watch.py").read_text() + (root / "launch.py").read_text()
-    seen = set()
-    for call in calls:
-        found = re.search(r"-m (ep_dispatcher\S*)(.*)", call)
-        if found is None:
-            continue
-        profile = found[2].startswith(" profile ")
-        name = "ep_dispatcher.profile.command" if profile else found[1]
-        source = (root.parent / f"{name.replace('.', '/')}.py").read_text()
-        for option in re.findall(r" (--[\w-]+)", found[2]):
-            assert f'"{option}"' in source + common or f'f"{option}"' in source, (option, call)
-        seen.add(name.rpartition(".")[2])
-    assert seen == {"layer", "schedule", "parity", "command", "picture", "beside", "syncs"}
+    seen = []
+    for module, words in [each for call in calls for each in modules_of(call)]:
+        source = common + (root.parent / f"{module.replace('.', '/')}.py").read_text()
+        for option in re.findall(r" (--[\w-]+)", words):
+            assert f'"{option}"' in source, (option, module)
+        seen.append(module.rpartition(".")[2])
+    twice = ["layer", "parity", "command", "picture"]
+    assert sorted(seen) == sorted([*twice, *twice, "layer", "layer", "schedule", "beside", "syncs"])
 
 
 @pytest.mark.parametrize(("graphed", "code"), [("[1.5, 2.0]", 0), ("[1.5, 2.5]", 1), ("[1.5]", 1)])

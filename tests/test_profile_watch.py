@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from ep_dispatcher.profile import schedule
+from ep_dispatcher.launch import USER_ERROR
+from ep_dispatcher.profile import schedule, together
 from ep_dispatcher.profile.parity import Lines, Run, needed
 from ep_dispatcher.profile.watch import Watch, stacks_file
 from ep_dispatcher.train.config import load_config
@@ -172,3 +173,39 @@ def test_runs_without_alltoall_have_no_lines() -> None:
     lines.add("ours", a_run(1.0))
     lines.end()
     assert log.names() == []
+
+
+LAYER = ["layer", "--config", str(CONFIGS / "overlap_layer.yaml")]
+PARITY = ["parity", "--config", str(CONFIGS / "one_gpu_4ranks.yaml"), "--variants", "alltoall,ours"]
+
+
+def test_measurements_together_keep_their_own_words_and_configs() -> None:
+    wide = ["--set", "model.shared_expert_ffn_hidden=2048"]
+    parts = together.read_parts([*LAYER, "++", *LAYER, *wide, "++", *PARITY, "--steps", "7"])
+    assert [part.name for part in parts] == ["layer", "layer", "parity"]
+    words = [LAYER[1:], [*LAYER[1:], *wide], [*PARITY[1:], "--steps", "7"]]
+    assert [part.words for part in parts] == words
+    widths = [part.config.model.shared_expert_ffn_hidden for part in parts[:2]]
+    assert widths == [None, 2048]
+    assert parts[2].config.train.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "'' is no measurement; it is one of layer, parity"),
+        ([*LAYER, "++"], "'' is no measurement"),
+        ([*LAYER, "++", "schedule"], "'schedule' is no measurement"),
+        ([*LAYER, "++", *PARITY, "--set", "parallel.ranks_share_gpu=false"], "measurement 2 (par"),
+        ([*LAYER, "--set", "model.num_layers=2"], "this measures 1 layer"),
+    ],
+)
+def test_measurements_that_cannot_share_ranks_are_refused_before_these_meet(
+    words: list[str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(together, "open_runtime", lambda _: pytest.fail("a rank joined the job"))
+    assert together.main(words) == USER_ERROR
+    assert told in capsys.readouterr().err

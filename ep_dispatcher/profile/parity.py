@@ -261,24 +261,35 @@ def record(name: str, runs: dict[str, Run], config: TrainConfig, log: ResultLog)
     )
 
 
+def read_config(words: Sequence[str]) -> TrainConfig:
+    """The config that a command line names.
+
+    Raises:
+        EpError: a bad config, or one that does not allow a variant.
+    """
+    args = _parser().parse_args(words)
+    config = load_config(args.config, [*args.overrides, f"train.steps={args.steps}"])
+    refuse_variants(args.variants, config, args.chunks)
+    return config
+
+
 def main(words: Sequence[str]) -> int:
     """Be one rank; returns the exit code."""
     args = _parser().parse_args(words)
     try:
-        config = load_config(args.config, [*args.overrides, f"train.steps={args.steps}"])
-        refuse_variants(args.variants, config, args.chunks)
+        config = read_config(words)
     except EpError as error:
         tell(error, "profile.parity")
         return USER_ERROR
     with Watch(args.out, args.limit) as watch:
         runtime = open_runtime(config)
-        compare(words, config, runtime, watch)
+        measure(words, config, runtime, watch)
         dist.barrier()
         dist.destroy_process_group()
     return OK
 
 
-def compare(words: Sequence[str], config: TrainConfig, runtime: Runtime, watch: Watch) -> None:
+def measure(words: Sequence[str], config: TrainConfig, runtime: Runtime, watch: Watch) -> None:
     """Train all variants, compare and record; collective.
 
     Args:

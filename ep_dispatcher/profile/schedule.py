@@ -243,12 +243,23 @@ def measure(words: Sequence[str], config: TrainConfig, runtime: Runtime, tell: T
             )
 
 
+def read_config(words: Sequence[str]) -> TrainConfig:
+    """The config that a command line names.
+
+    Raises:
+        EpError: a bad config, or one that does not allow a variant.
+    """
+    args = _parser().parse_args(words)
+    config = load_config(args.config, args.overrides)
+    refuse_variants(args.variants.split(","), config, 1)
+    return config
+
+
 def main(words: Sequence[str]) -> int:
     """Be one rank of the measurement; returns the exit code."""
     args = _parser().parse_args(words)
     try:
-        config = load_config(args.config, args.overrides)
-        refuse_variants(args.variants.split(","), config, 1)
+        config = read_config(words)
     except EpError as error:
         tell(error, "profile.schedule")
         return USER_ERROR
