@@ -13,6 +13,7 @@ from ep_dispatcher.bench.command import read_lines
 from ep_dispatcher.bench.compare import bootstrap_ratio, compare
 from ep_dispatcher.bench.page_data import best_table, host_table, newest, series
 from ep_dispatcher.bench.plots import enclosing
+from ep_dispatcher.bench.report import write_pages
 from ep_dispatcher.bench.spec import Work
 from ep_dispatcher.cli import main
 from ep_dispatcher.errors import ConfigError
@@ -214,11 +215,22 @@ def test_an_axis_ends_at_ticks() -> None:
     assert enclosing([0.3, 40.0]) == (0.2, 50)
 
 
-def test_lines_that_are_no_json_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("second", [b"nonsense", b'{"run": 1, "ba', b"5", b"null", b"[]", b"\xff"])
+def test_lines_that_are_no_json_objects_are_named(second: bytes, tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
-    file.write_text('{"run": 1}\nnonsense\n')
-    with pytest.raises(ConfigError, match="line 2 is not a JSON object"):
+    file.write_bytes(b'{"run": 1}\n' + second)
+    with pytest.raises(ConfigError, match="line 2 is not a JSON object; remove the line if"):
         read_lines([file])
+
+
+def test_a_report_needs_lines_of_the_bench(tmp_path: Path) -> None:
+    """Those of a training run or of `bench plan` name no such work."""
+    with pytest.raises(ConfigError, match="none of the 1 lines is of `bench run`"):
+        write_pages([timed_line([9.0])], tmp_path / "pages")
+    (tmp_path / "file").touch()
+    whole = dict.fromkeys(("run", "when", "commit", "command", "machine", "versions"), "x")
+    with pytest.raises(ConfigError, match="is a file; give a folder for the pages"):
+        write_pages([timed_line([9.0], **whole)], tmp_path / "file")
 
 
 def test_a_cell_that_ran_twice_is_shown_from_its_last_run_alone() -> None:

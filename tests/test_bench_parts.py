@@ -89,6 +89,12 @@ def test_sweeps_expand_to_products_and_repeat_nothing() -> None:
             r"skew is inf; it must be in \[0, inf\)",
         ),
         ({"backends": ["x"], "method": {"usage": "maybe"}}, "it must be true or false"),
+        ({"backends": ["x"], "method": {"time_limit_s": math.nan}}, r"nan; it must be in \(0, inf"),
+        ({"backends": "x"}, "backends is 'x'; it must be a list of names"),
+        ({"backends": ["x"], "work": [1, 2]}, r"section 'work' is \[1, 2\]; it must be a mapping"),
+        ({"backends": ["x"], "work": {"trace": ["a"]}}, r"trace is \['a'\]; it must be a word"),
+        ({"backends": ["x"], "sweeps": {"num_tokens": [4]}}, "it must be a list of mappings"),
+        ({"backends": ["x"], "sweeps": [{"backends": "x"}]}, "backends is 'x'; it must be a list"),
         (
             {"backends": ["x", "y"], "sweeps": [{"backends": ["x"], "num_tokens": [4]}]},
             "backend 'y' is in `backends` but no sweep runs it",

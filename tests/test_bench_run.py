@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ep_dispatcher.bench.backends.control import CRASH_EXIT_CODE
+from ep_dispatcher.bench.trace import RouterTrace, write_trace
 from ep_dispatcher.cli import main
 
 TINY = [
@@ -217,6 +219,9 @@ def is_running(pid: int) -> bool:
         (["--budget", "-5"], "budget is -5.0; it must be above 0 seconds"),
         (["--set", "interference=torch/all_to_all"], "it must be a list of backends"),
         (["--set", "interference=[typo]"], "unknown backend 'typo'"),
+        (["--set", "interference=5"], "interference is 5; it must be a list of backends"),
+        (["--budget", "nan"], "budget is nan; it must be above 0 seconds"),
+        (["--set", "num_tokens=["], "'[' is no value of YAML"),
         (["--set", "routing=replay", "trace=none.npz"], "none.npz"),
     ],
 )
@@ -227,6 +232,47 @@ def test_a_wrong_run_is_refused_before_anything_starts(
     assert main([*start, *words]) == 2
     assert answer in capsys.readouterr().err
     assert not (tmp_path / "results.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "answer"),
+    [
+        ("num_tokens=9", "trace.npz: the trace has 8 tokens of rank 1; num_tokens is 9: lower it"),
+        ("num_experts=8", "the work has 8 and 2; set the work to the trace's"),
+    ],
+)
+def test_a_trace_of_another_shape_is_refused_before_anything_starts(
+    change: str, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = RouterTrace(num_experts=4, num_topk=2, ep_size=2)
+    for rank, tokens in enumerate((9, 8)):
+        trace.add(torch.zeros(tokens, 2), 0, rank)
+    write_trace(tmp_path / "trace.npz", trace)
+    words = ["bench", "run", "--backends", "torch/all_to_all", "--out", str(tmp_path), "--set"]
+    words += [*TINY, "routing=replay", f"trace={tmp_path / 'trace.npz'}", "num_tokens=8", change]
+    assert main(words) == 2
+    assert answer in capsys.readouterr().err
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "answer"),
+    [
+        ("cut", "line 2 is not a JSON object; remove the line if a run was cut off"),
+        ("cut/results.jsonl", "results.jsonl, which is a file; give a folder"),
+    ],
+)
+def test_a_folder_that_cannot_take_lines_is_refused_before_anything_starts(
+    out: str, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Behind a line that was cut off, what hours of measuring leave could not be read again."""
+    (tmp_path / "cut").mkdir()
+    left = tmp_path / "cut/results.jsonl"
+    left.write_text('{"run": "a"}\n{"run": "b", "ph')
+    words = ["bench", "run", "--backends", "torch/all_to_all", "--out", str(tmp_path / out)]
+    assert main([*words, "--set", *TINY]) == 2
+    assert answer in capsys.readouterr().err
+    assert left.read_text().endswith('"ph')
 
 
 def test_an_impossible_shape_is_a_row_that_names_it(tmp_path: Path) -> None:

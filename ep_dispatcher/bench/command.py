@@ -93,19 +93,27 @@ def read_lines(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Read recorded lines; a folder stands for the lines file in it.
 
     Raises:
-        ConfigError: a file that is missing, or a line that is no JSON object.
+        ConfigError: a file that is missing or no text, or a line that is no JSON object.
     """
     lines = []
     for path in paths:
         file = path / LINES if path.is_dir() else path
         if not file.is_file():
             raise ConfigError(f"{file} does not exist; give a JSON lines file or a run's folder")
-        for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                lines.append(dict(json.loads(text)))
-            except ValueError as error:
-                raise ConfigError(f"{file}, line {number} is not a JSON object") from error
+        for number, text in enumerate(file.read_bytes().splitlines(), 1):
+            lines.append(_parsed(text, f"{file}, line {number}"))
     return lines
+
+
+def _parsed(text: bytes, where: str) -> dict[str, Any]:
+    """One recorded line."""
+    try:
+        line = json.loads(text)
+    except ValueError as error:  # also bytes that are no text
+        line = error
+    if not isinstance(line, dict):
+        raise ConfigError(f"{where} is not a JSON object; remove the line if a run was cut off")
+    return line
 
 
 def _add(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:  # noqa: ANN401
@@ -125,6 +133,7 @@ def _run(args: argparse.Namespace) -> int:
             console.print(f"{name:28}{summary}", highlight=False)
         return OK
     spec = _spec(args)
+    _check_folder(args.out)
     signal.signal(signal.SIGTERM, _leave)
     together = join_others()
     words = getattr(args, "words", ["ep-dispatcher", "bench", "run"])
@@ -146,6 +155,14 @@ def _run(args: argparse.Namespace) -> int:
             _write_report([line for line in read_lines([log.path]) if line["run"] == log.run], args)
     enough = all if args.strict else any
     return OK if enough(outcome.error is None for outcome in outcomes) else NO_TIMES
+
+
+def _check_folder(out: Path) -> None:
+    """Refuse, before hours of measuring, a folder that cannot take lines and pages."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out is {out}, which is a file; give a folder")
+    if (out / LINES).exists():
+        read_lines([out])  # new lines behind one that was cut off could not be read again
 
 
 def _leave(number: int, frame: object) -> None:
@@ -195,7 +212,10 @@ def _with_fields(spec: BenchSpec, assignments: Sequence[str]) -> BenchSpec:
         if not found or key not in getattr(spec, section).__dataclass_fields__:
             known = [*spec.work.__dataclass_fields__, *spec.method.__dataclass_fields__]
             raise ConfigError(f"--set {word!r}: it must be KEY=VALUE with a key of {known}")
-        values[section][key] = yaml.safe_load(text)
+        try:
+            values[section][key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {word!r}: {text!r} is no value of YAML") from error
     return BenchSpec.from_dict(
         {
             "suite": spec.suite,

@@ -26,6 +26,8 @@ from ep_dispatcher.bench.plots import Plot, make_plots
 from ep_dispatcher.errors import ConfigError
 
 _PRODUCTS = {ALONE, BESIDE, CONTROL}
+_WORK = {"ranks", "num_tokens", "hidden", "num_topk", "num_experts", "dtype", "routing", "num_sms"}
+_NEEDED = _WORK | {"run", "when", "commit", "command", "machine", "versions", "backend"}
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 100rem; padding: 0 1rem;
@@ -47,12 +49,19 @@ def write_pages(lines: Sequence[Line], folder: Path) -> list[Path]:
     """Write report.md with its PNGs and report.html; returns the two pages.
 
     Raises:
-        ConfigError: there are no lines.
+        ConfigError: there are no lines, none that names all of its work, or no room for a folder.
     """
     if not lines:
         raise ConfigError("there are no recorded lines to report on")
+    named = [with_knobs(line) for line in lines if set(line) >= _NEEDED]
+    if not named:
+        raise ConfigError(
+            f"none of the {len(lines)} lines is of `bench run`, whose lines name "
+            f"{', '.join(sorted(_NEEDED))}"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; give a folder for the pages")
     folder.mkdir(parents=True, exist_ok=True)
-    named = [with_knobs(line) for line in lines if "routing" in line]
     # A later run of a cell without products beside it does not hide those of an earlier one.
     shown = newest([line for line in named if line.get("phase") not in _PRODUCTS])
     products = newest([line for line in named if line.get("phase") in _PRODUCTS])

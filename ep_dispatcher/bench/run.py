@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,13 +46,10 @@ class Bench:
     def __post_init__(self) -> None:
         """Check everything that can be checked before anything is started."""
         beside = self.spec.method.interference
-        if isinstance(beside, str):
-            raise ConfigError(f"interference is {beside!r}; it must be a list of backends")
         for name in (*(name for name, _ in self.spec.pairs()), *beside):
             check_name(name)
-        for trace in {work.trace for _, work in self.spec.pairs()} - {None}:
-            read_trace(Path(str(trace)))
-        if self.budget_s is not None and self.budget_s <= 0:
+        check_traces([work for _, work in self.spec.pairs()])
+        if self.budget_s is not None and not self.budget_s > 0:
             raise ConfigError(f"budget is {self.budget_s}; it must be above 0 seconds")
         if self.spec.device == "cuda" and not torch.cuda.is_available():
             raise UnavailableError("device is 'cuda' but torch sees no GPU; set it to 'cpu'")
@@ -115,6 +112,22 @@ class Bench:
         if self._sharing_ranks(ranks) == 1:
             return "one per gpu"
         return "mps" if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") else "time slices"
+
+
+def check_traces(works: Sequence[Work]) -> None:
+    """Refuse a router trace that cannot be read, or has not what a work replays of it.
+
+    Raises:
+        ConfigError: names the file, and what to set.
+    """
+    for path in {work.trace for work in works} - {None}:
+        trace = read_trace(Path(str(path)))
+        for work in (work for work in works if work.trace == path):
+            for rank in range(min(work.ranks, trace.ep_size)):
+                try:
+                    trace.tokens_of(rank, work)
+                except ConfigError as error:
+                    raise ConfigError(f"router trace {path}: {error}") from error
 
 
 def with_changes(spec: BenchSpec, **changes: object) -> BenchSpec:

@@ -174,10 +174,11 @@ class Method:
             raise ConfigError(f"rounds is {self.rounds}; it must be at least {MIN_ROUNDS}")
         if self.warmup < 1:
             raise ConfigError(f"warmup is {self.warmup}; it must be at least 1")
-        if self.time_limit_s <= 0:
-            raise ConfigError(f"time_limit_s is {self.time_limit_s}; it must be above 0")
+        if not 0 < self.time_limit_s < math.inf:
+            raise ConfigError(f"time_limit_s is {self.time_limit_s}; it must be in (0, inf)")
         if self.max_failures < 1:
             raise ConfigError(f"max_failures is {self.max_failures}; it must be at least 1")
+        _listed(vars(self), "interference", str, "backends")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,8 +227,10 @@ class BenchSpec:
         base = _section(plain, "work", Work)
         plain["work"] = Work(**base)
         plain["method"] = Method(**_section(plain, "method", Method))
-        plain["backends"] = tuple(plain.get("backends") or ())
-        plain["sweeps"] = tuple(plain.get("sweeps") or ())
+        plain["backends"] = _listed(plain, "backends", str, "names")
+        plain["sweeps"] = _listed(plain, "sweeps", Mapping, "mappings of work fields to lists")
+        for sweep in plain["sweeps"]:
+            _listed(sweep, "backends", str, "names")
         return cls(**plain)
 
     def pairs(self) -> list[tuple[str, Work]]:
@@ -254,10 +257,12 @@ class BenchSpec:
 def _check_types(values: Work | Method) -> None:
     """Raise ConfigError for a field that holds another kind of value than it is declared for."""
     words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}
+    words["str | None"] = "a word, or left out"
     kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
+    kinds |= {"str": (str,), "str | None": (str, type(None))}
     for each in dataclasses.fields(values):
         value, declared = getattr(values, each.name), str(each.type)
-        allowed = kinds.get(declared, (str,) if declared == "str" else None)
+        allowed = kinds.get(declared)
         if allowed is None:
             continue
         if not isinstance(value, allowed) or (isinstance(value, bool) and declared != "bool"):
@@ -276,19 +281,32 @@ def load_spec(path: Path) -> BenchSpec:
         raise ConfigError(f"{path} is not a YAML file: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}; a mapping is needed")
-    return BenchSpec.from_dict(values)
+    try:
+        return BenchSpec.from_dict(values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _section(plain: Mapping[str, Any], name: str, cls: type) -> dict[str, Any]:
     """A nested section with known keys only."""
-    values = dict(plain.get(name) or {})
+    values = plain.get(name) or {}
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"section {name!r} is {values!r}; it must be a mapping of fields")
     _refuse_unknown(values, cls, f"section {name!r}")
-    return values
+    return dict(values)
+
+
+def _listed(values: Mapping[str, Any], name: str, kind: type, words: str) -> tuple[Any, ...]:
+    """A value that must be a list of `kind`; what is not there is an empty one."""
+    found = values.get(name) or ()
+    if not isinstance(found, list | tuple) or not all(isinstance(each, kind) for each in found):
+        raise ConfigError(f"{name} is {found!r}; it must be a list of {words}")
+    return tuple(found)
 
 
 def _refuse_unknown(values: Mapping[str, Any], cls: Any, where: str) -> None:  # noqa: ANN401
     """Raise ConfigError for a key that `cls` lacks."""
     known = sorted(f.name for f in dataclasses.fields(cls))
-    unknown = sorted(set(values) - set(known))
+    unknown = sorted(set(values) - set(known), key=str)
     if unknown:
         raise ConfigError(f"unknown key {unknown[0]!r} in {where}; known keys: {known}")
