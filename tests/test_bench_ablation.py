@@ -49,7 +49,7 @@ def test_the_picture_and_the_page_hold_what_the_runs_left(tmp_path: Path) -> Non
     first = TrainingRun(
         dispatcher="alltoall",
         losses=[3.0, 2.0],
-        step_s=[0.25, 0.25],
+        step_s=[0.2537, 0.2537],
         tokens_per_s=512.0,
         peak_bytes=7_000_000,
         wall_s=9.0,
@@ -61,8 +61,8 @@ def test_the_picture_and_the_page_hold_what_the_runs_left(tmp_path: Path) -> Non
     write_page(runs, Path("configs/tiny_cpu.yaml"), tmp_path / "ablation.md")
     assert (tmp_path / "ablation.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "ablation.md").read_text()
-    assert "| alltoall | 2.000000 | 0.00e+00 | 250.0 | 512 | 7 | 9.0 |" in page
-    assert "| ep_dispatcher | 2.200000 | 1.00e-01 | 250.0 | 512 | unknown | 9.0 |" in page
+    assert "| alltoall | 2.000000 | 0.00e+00 | 253.7 | 512 | 7 | 9.0 |" in page
+    assert "| ep_dispatcher | 2.200000 | 1.00e-01 | 253.7 | 512 | unknown | 9.0 |" in page
     assert "| allgather | ended with 1 |" in page
 
 

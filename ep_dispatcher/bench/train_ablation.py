@@ -26,6 +26,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ep_dispatcher.bench.results import ResultLog, summarise_times
 from ep_dispatcher.train.config import load_config
@@ -214,6 +215,7 @@ def draw(runs: Sequence[TrainingRun], file: Path) -> None:
         axes["apart"].text(0.5, 0.5, NO_BASE, ha="center", transform=axes["apart"].transAxes)
     for name in ("loss", "apart", "step"):
         axes[name].set_xlabel("step")
+        axes[name].xaxis.set_major_locator(MaxNLocator(integer=True))
         if axes[name].get_legend_handles_labels()[1]:
             axes[name].legend(frameon=False, fontsize=9)
     axes["step"].set_ylim(bottom=0)
@@ -262,7 +264,7 @@ def write_page(runs: Sequence[TrainingRun], config: Path, file: Path) -> None:
         if run.error is not None:
             parts.append(f"| {run.dispatcher} | {run.error} | | | | | |")
             continue
-        step_ms = summarise_times(run.step_s)["median_us"] * 1e3
+        step_ms = summarise_times([step * 1e6 for step in run.step_s])["median_us"] / 1e3
         apart = _difference_words(run, runs[0])
         peak = "unknown" if run.peak_bytes is None else f"{run.peak_bytes / 1e6:,.0f}"
         parts.append(
