@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -12,11 +12,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ep_dispatcher import Plan
 from ep_dispatcher.backend import Backend
+from ep_dispatcher.bench import rounds
 from ep_dispatcher.bench.backends.base import Place
 from ep_dispatcher.bench.backends.own import OUTPUTS, OwnSession
 from ep_dispatcher.bench.launcher import innermost
 from ep_dispatcher.bench.rounds import Runner
 from ep_dispatcher.bench.spec import Method, Work
+from ep_dispatcher.bench.stopwatch import Stopwatch
+from ep_dispatcher.bench.usage import PeakMemory
 from ep_dispatcher.testing import run_ranks
 
 WORK = Work(ranks=2, num_tokens=12, hidden=32, num_topk=2, num_experts=4, dtype="float32")
@@ -89,6 +92,48 @@ def test_a_run_keeps_as_many_outputs_as_its_group_has_room_for(ffn_hidden: int) 
         return counting.most
 
     assert run_ranks(2, count) == [OUTPUTS, OUTPUTS]
+
+
+def test_a_peak_is_a_backends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between beginning and end of the count no watch sweeps the L2, which takes memory too."""
+    told: list[str] = []
+
+    class Told(PeakMemory):
+        """Notes when it counts; gives a size where the CPU's has none."""
+
+        def __init__(self, device: torch.device) -> None:
+            told.append("count")
+            super().__init__(device)
+
+        def read(self) -> int:
+            told.append("read")
+            return 77
+
+    begin = Stopwatch.begin
+
+    def noted(watch: Stopwatch, *cycles: int) -> None:
+        told.append("sweep")
+        begin(watch, *cycles)
+
+    monkeypatch.setattr(rounds, "PeakMemory", Told)
+    monkeypatch.setattr(Stopwatch, "begin", noted)
+
+    def measure(group: dist.ProcessGroup) -> int:
+        place = Place(
+            group=group,
+            rank=group.rank(),
+            device=torch.device("cpu"),
+            name="ep_dispatcher/reference",
+        )
+        runner = Runner(replace(WORK, ranks=1), Method(warmup=1), place, 1)
+        runner.open()
+        result = runner.run()
+        runner.close()
+        return result.memory["peak_bytes"]
+
+    assert run_ranks(1, measure) == [77]
+    assert told.count("sweep") >= Method().rounds
+    assert told[told.index("count") :] == ["count", "read"]
 
 
 def test_the_example_of_an_innermost_frame() -> None:

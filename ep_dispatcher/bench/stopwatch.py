@@ -50,7 +50,9 @@ class Stopwatch:
         if self._flushed is not None:
             # A rank that is done would sweep the SMs that others on its GPU still need.
             dist.all_reduce(self._meeting, group=self._group)
-            self._flushed.sum()  # reads more than L2 holds; writes would be written back later
+            # Ends in reads of more than L2 holds, as what a sweep leaves written is written back
+            # later. The sum of int32 is one of a copy in int64, twice as large.
+            self._flushed.sum()
             # The host queues the call meanwhile, so its launch time is not in the laps.
             torch.cuda._sleep(head_start_cycles)
         # On a GPU this meets on the device: the stream goes on when the last rank's has come.
