@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Change = Literal["none", "quantization_padding", "fewer_experts", "other_identity"]
@@ -57,6 +57,13 @@ class Case:
     def exact(self) -> bool:
         """Whether losses and parameters must be equal: two terms add up the same in any order."""
         return self.num_topk * self.etp <= 2 and not self.reordered
+
+    @property
+    def reference_run(self) -> str:
+        """What Megatron's dispatcher trains for it: the same text for cases that share that run."""
+        return repr(
+            replace(self, name="", form="spec", section={}, overlap=False, reordered=False, ci=True)
+        )
 
 
 _SHARED = {"moe_shared_expert_intermediate_size": 32}

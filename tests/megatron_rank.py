@@ -57,6 +57,7 @@ NUM_LAYERS = 2
 HIDDEN = 32
 LEARNING_RATE = 3e-3
 _CHECKS_A_WORLD = 6  # in one set of processes: gloo slows down with every group
+Trained = tuple[list[float], Tensor, list[str]]  # see `train`
 _PEER_TIMEOUT_S = 60  # then ranks whose peer failed give up
 
 
@@ -71,7 +72,10 @@ class ParallelNorm(torch.nn.LayerNorm):
 
 
 def fork_ranks(arguments: argparse.Namespace) -> None:
-    """Run each case, and every few checks, on ranks of their own; status 1 where one failed."""
+    """Run a few cases or checks at a time on ranks of their own; status 1 where one failed.
+
+    Cases that have the same run of Megatron's dispatcher share the ranks, and that run.
+    """
     if arguments.checks:
         names = arguments.checks.split(",")
         parts = [
@@ -79,7 +83,11 @@ def fork_ranks(arguments: argparse.Namespace) -> None:
             for first in range(0, len(names), _CHECKS_A_WORLD)
         ]
     else:
-        parts = [[name] for name in arguments.cases.split(",")]
+        by_reference: dict[str, list[str]] = {}
+        cases = {case.name: case for case in CASES}
+        for name in arguments.cases.split(","):
+            by_reference.setdefault(cases[name].reference_run, []).append(name)
+        parts = [*by_reference.values()]
     context = multiprocessing.get_context("fork")  # this process has no threads, only imports
     for part in parts:
         ranks = [
@@ -122,10 +130,12 @@ def _run_rank(arguments: argparse.Namespace, names: Sequence[str], rank: int) ->
 
 
 def _run_cases(names: Sequence[str], steps: int) -> Iterator[dict[str, Any]]:
-    """Run each case; yields the outcomes."""
+    """Run cases that share a run of Megatron's dispatcher; yields the outcomes."""
     cases = {case.name: case for case in CASES}
+    reference = None
     for name in names:
-        yield as_json(compare(cases[name], steps))
+        outcome, reference = compare(cases[name], steps, reference)
+        yield as_json(outcome)
         dist.barrier()
 
 
@@ -147,8 +157,17 @@ def _run_checks(names: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield {"check": name, "error": next((found for found in errors if found), "")}
 
 
-def compare(case: Case, steps: int) -> Outcome:
-    """Train with both dispatchers from the same seed and compare losses and parameters."""
+def compare(case: Case, steps: int, reference: Trained | None) -> tuple[Outcome, Trained]:
+    """Train with both dispatchers from the same seed and compare losses and parameters.
+
+    Args:
+        case: layout and options.
+        steps: optimizer steps.
+        reference: what Megatron's dispatcher gave in a case with the same `reference_run`, if any.
+
+    Returns:
+        The outcome, and what Megatron's dispatcher gave.
+    """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
@@ -157,13 +176,15 @@ def compare(case: Case, steps: int) -> Outcome:
         expert_tensor_parallel_size=case.etp,
     )
     started = time.monotonic()
-    theirs, their_parameters, _ = train(case, steps, None)
+    if reference is None:
+        reference = train(case, steps, None)
+    theirs, their_parameters, _ = reference
     with EpPlugin.from_section(case.section) as plugin:
         ours, our_parameters, dispatchers = train(case, steps, plugin)
     difference = (our_parameters - their_parameters).abs().max().double()
     dist.all_reduce(difference, op=dist.ReduceOp.MAX)
     parallel_state.destroy_model_parallel()
-    return Outcome(
+    outcome = Outcome(
         case=case.name,
         versions={
             "megatron_core": megatron.core.__version__,
@@ -176,9 +197,10 @@ def compare(case: Case, steps: int) -> Outcome:
         dispatchers=dispatchers,
         seconds=round(time.monotonic() - started, 2),
     )
+    return outcome, reference
 
 
-def train(case: Case, steps: int, plugin: EpPlugin | None) -> tuple[list[float], Tensor, list[str]]:
+def train(case: Case, steps: int, plugin: EpPlugin | None) -> Trained:
     """Train; returns the losses, all parameters of this rank, and the dispatchers it ran with.
 
     Args:

@@ -5,8 +5,9 @@
     python tests/megatron_world.py --checks capacity,two_models
 
 The first process starts a second, which imports Megatron once and, as gloo slows down with every
-group it made, forks one process per rank (gloo, on the CPU) for every case. Rank 0 writes one JSON
-object a case. Checks (`megatron_checks.py`) are run likewise, a few in one set of processes.
+group it made, forks one process per rank (gloo, on the CPU) for every case, or for the few that
+share a run of Megatron's dispatcher. Rank 0 writes one JSON object a case. Checks
+(`megatron_checks.py`) are run likewise, a few in one set of processes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatron_cases import CASES, Case
 
 NUM_RANKS = 4
 OUTCOMES = "outcomes.jsonl"  # of rank 0
-_TIMEOUT_S = 540  # of all cases of a call, or all checks; below the limit of their tests
+_TIMEOUT_S = 840  # of all cases of a call, or all checks; below the limit of their tests
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Outcome:
         reference_losses: of Megatron's dispatcher.
         max_param_difference: largest absolute difference over all parameters and ranks.
         dispatchers: class names and tiers seen in our model.
-        seconds: both runs.
+        seconds: both runs; ours alone where another case has had the other run.
         error: why there is no result, in one sentence; empty if there is one.
     """
 
@@ -66,7 +67,7 @@ class Outcome:
 
 
 def run_cases(names: Sequence[str], steps: int) -> list[Outcome]:
-    """Run cases, each on `NUM_RANKS` processes of its own."""
+    """Run cases on `NUM_RANKS` processes; returns the outcomes, in another order perhaps."""
     lines = _launch(["--cases", ",".join(names), "--steps", str(steps)])
     return [Outcome(**line) for line in lines]
 

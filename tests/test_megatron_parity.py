@@ -19,20 +19,17 @@ _CI = [case for case in CASES if case.ci]
 _SLOW = [case for case in CASES if not case.ci]
 
 
-def _by_name(cases: list[Case]) -> dict[str, Outcome]:
-    return {outcome.case: outcome for outcome in run_cases([case.name for case in cases], STEPS)}
-
-
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, Outcome]:
-    """What the cases of every CI run gave."""
-    return _by_name(_CI)
-
-
-@pytest.fixture(scope="module")
-def slow_outcomes() -> dict[str, Outcome]:
-    """What the remaining cases gave."""
-    return _by_name(_SLOW)
+def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
+    """What all cases gave that this run of pytest has tests of; some share a run of Megatron's."""
+    asked = [
+        str(item.callspec.id)
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.path == request.path
+        and "outcomes" in item.fixturenames
+    ]
+    return {outcome.case: outcome for outcome in run_cases(asked, STEPS)}
 
 
 def _assert_matches(case: Case, outcome: Outcome) -> None:
@@ -47,7 +44,7 @@ def _assert_matches(case: Case, outcome: Outcome) -> None:
         assert outcome.max_param_difference < 1e-4
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", _CI, ids=lambda case: case.name)
 def test_training_matches_megatron(case: Case, outcomes: dict[str, Outcome]) -> None:
     """Equal losses and parameters; within the rounding of another order where sums are longer."""
@@ -55,11 +52,11 @@ def test_training_matches_megatron(case: Case, outcomes: dict[str, Outcome]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", _SLOW, ids=lambda case: case.name)
-def test_training_matches_megatron_slow(case: Case, slow_outcomes: dict[str, Outcome]) -> None:
+def test_training_matches_megatron_slow(case: Case, outcomes: dict[str, Outcome]) -> None:
     """The same for layouts and options that differ less from those above."""
-    _assert_matches(case, slow_outcomes[case.name])
+    _assert_matches(case, outcomes[case.name])
 
 
 def test_the_gate_sees_a_difference() -> None:
