@@ -18,6 +18,10 @@ import pytest
 import torch
 
 from ep_dispatcher.bench.backends.control import CRASH_EXIT_CODE
+from ep_dispatcher.bench.command import NO_TIMES
+from ep_dispatcher.bench.launcher import Outcome
+from ep_dispatcher.bench.run import Bench
+from ep_dispatcher.bench.spec import Work
 from ep_dispatcher.bench.trace import RouterTrace, write_trace
 from ep_dispatcher.cli import main
 
@@ -297,7 +301,8 @@ def test_megatrons_dispatcher_passes_the_check(name: str, cls: str, tmp_path: Pa
     assert classes == [f"megatron.core.transformer.moe.token_dispatcher.{cls}"]
 
 
-def test_it_runs_under_torchrun(tmp_path: Path) -> None:
+def test_it_runs_under_torchrun_and_goes_on_behind_a_crash(tmp_path: Path) -> None:
+    """Rank 0 writes only what gloo says of a lost peer; the row says what rank 1 died of."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     words += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     words += [
@@ -306,6 +311,7 @@ def test_it_runs_under_torchrun(tmp_path: Path) -> None:
         "bench",
         "run",
         "--backends",
+        "control/crash",
         "torch/all_to_all",
         "--no-report",
     ]
@@ -314,7 +320,26 @@ def test_it_runs_under_torchrun(tmp_path: Path) -> None:
         words, env=dict(os.environ), capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert all(line["checked"] for line in read(tmp_path)["torch/all_to_all"])
+    lines = read(tmp_path)
+    (crashed,) = lines["control/crash"]
+    assert crashed["error"] == f"rank 1 died with exit code {CRASH_EXIT_CODE}"
+    assert all(line["checked"] for line in lines["torch/all_to_all"])
+
+
+def test_an_error_with_brackets_is_shown_and_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As gloo's errors have them, which name a source file."""
+
+    def failed(bench: Bench) -> list[Outcome]:
+        outcome = Outcome(backend="b", work=Work(), error="[/gloo/pair.cc:537] [red] closed")
+        bench.tell(outcome)
+        return [outcome]
+
+    monkeypatch.setattr(Bench, "run", failed)
+    words = ["bench", "run", "--backends", "torch/all_to_all", "--no-report"]
+    assert main([*words, "--out", str(tmp_path)]) == NO_TIMES
+    assert capsys.readouterr().out.count("[/gloo/pair.cc:537] [red] closed") == 2
 
 
 def test_an_unknown_backend_is_refused_before_anything_starts(

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ep_dispatcher.bench.backends import BACKENDS, check_name
 from ep_dispatcher.bench.compare import Change, compare, differing_facts
@@ -145,7 +146,8 @@ def _run(args: argparse.Namespace) -> int:
         together=together,
         budget_s=args.budget,
         recover=args.recover,
-        tell=lambda outcome: console.print(_progress(outcome), highlight=False, soft_wrap=True),
+        # An error may have brackets, which are no markup: gloo's do.
+        tell=lambda outcome: console.print(Text(_progress(outcome)), soft_wrap=True),
     )
     outcomes = bench.run()
     if leads:
@@ -245,7 +247,7 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
         work = outcome.work
         head = (outcome.backend, work.label(), str(work.num_sms))
         if outcome.error is not None:
-            table.add_row(*head, "no time", shortened(outcome.error))
+            table.add_row(*head, "no time", Text(shortened(outcome.error)))
             continue
         times = {k: summarise_times(us)["median_us"] for k, us in slowest_rank(outcome).items()}
         permutes = times.get("permute", 0) + times.get("unpermute", 0)

@@ -207,7 +207,7 @@ class Launch:
             self._recover(self.recover)
         told = team.gather(_read_results(folder, first, len(self.works), team.local_ranks))
         reasons = [reason for reason in team.gather(why) if reason is not None]
-        return self._merge(first, told, reasons)
+        return self._merge(first, told, sorted(reasons, key=_is_consequence))
 
     def _recover(self, command: str) -> None:
         """Run the command; its failure shows in what the next processes say."""
