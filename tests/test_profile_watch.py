@@ -34,6 +34,8 @@ def rank_that(out: Path, limit_s: float, rank: int, work: Callable[[], object]) 
     """A process that does something in a phase."""
 
     def main() -> None:
+        # A fork has the handlers of the process that runs the tests; a rank that is started, none.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with Watch(out, limit_s, rank) as watch:
             watch("the phase before")
             watch.at("a step")
